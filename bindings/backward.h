@@ -61,11 +61,14 @@ struct BackwardArguments {
   cuattn_attention_options options;
   cuattn_backward_options backward_options;
 
-  explicit BackwardArguments(const nb::dict& arguments)
+  // name: of the function, where it is not told from the arguments.
+  explicit BackwardArguments(const nb::dict& arguments, const char* name = nullptr)
       : forward(read_arguments<Attention>(arguments)),
         own(read_arguments<BackwardNames>(arguments)),
         need(nb::borrow<nb::tuple>(own.need)) {
-    op = forward.cu_seqlens_q.is_valid() ? "attention_varlen_backward" : "attention_backward";
+    op = name != nullptr                   ? name
+         : forward.cu_seqlens_q.is_valid() ? "attention_varlen_backward"
+                                           : "attention_backward";
     cuattn_attention_options_init(&options, sizeof options);
     parse_options(op, forward, options);
     cuattn_backward_options_init(&backward_options, sizeof backward_options);

@@ -134,9 +134,9 @@ nb::object flex_attention(const nb::dict& arguments, const nb::dict& found) {
 }
 
 nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& found) {
-  BackwardArguments args(arguments);
-  const AttentionArgs& forward = args.forward;
   const char* op = kBackwardOp;
+  BackwardArguments args(arguments, op);
+  const AttentionArgs& forward = args.forward;
   if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
   if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
@@ -164,7 +164,7 @@ size_t flex_workspace(const nb::dict& arguments, const nb::dict& found, int numb
     place_shape(op, name, source, device, arrays.emplace_back());
     return &arrays.back().tensor;
   };
-  BackwardArguments args(arguments);
+  BackwardArguments args(arguments, op);
   for (const auto& option : kAttentionArrays) {
     nb::handle source = argument(arguments, option.name);
     if (option.number != nullptr && is_given(source) && !PyTuple_Check(source.ptr())) {

@@ -80,6 +80,8 @@ def parsed(option: Any) -> list[str]:
         return [f'  if ({given}) parse_pair(op, "{n}", {value}, o.{n}_left, o.{n}_right);']
     if option.kind == "word":
         return [f"  if ({given}) o.{n} = parse_{n}(op, {value});"]
+    if n == "dropout_seed":
+        return [f'  if ({given}) o.{n} = parse_seed(op, "{n}", {value}, o.dropout_p > 0);']
     parser = {
         "flag": "parse_bool",
         "count": "parse_int32",

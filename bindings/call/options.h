@@ -224,7 +224,7 @@ inline void parse_options(const char* op, const AttentionArgs& args,
   if (is_given(args.max_seqlen_k)) o.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
   if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
   if (args.dropout_p.is_valid()) o.dropout_p = parse_double(op, "dropout_p", args.dropout_p);
-  if (is_given(args.dropout_seed)) o.dropout_seed = parse_int(op, "dropout_seed", args.dropout_seed);
+  if (is_given(args.dropout_seed)) o.dropout_seed = parse_seed(op, "dropout_seed", args.dropout_seed, o.dropout_p > 0);
   if (args.dropout_offset.is_valid()) o.dropout_offset = parse_int(op, "dropout_offset", args.dropout_offset);
   if (args.dropout_row.is_valid()) o.dropout_row = parse_int(op, "dropout_row", args.dropout_row);
   if (args.dropout_key.is_valid()) o.dropout_key = parse_int(op, "dropout_key", args.dropout_key);

@@ -37,6 +37,14 @@ inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
   return number;
 }
 
+// Note: -1 is no seed in C, and would be taken for none beside a dropout_state. Python has None.
+inline int64_t parse_seed(const char* op, const char* name, nb::handle value, bool is_read) {
+  int64_t seed = parse_int(op, name, value);
+  if (seed == -1 && is_read)
+    raise(PyExc_ValueError, op, ": ", name, " must lie in [0, 2^63), got -1; pass another");
+  return seed;
+}
+
 inline double parse_double(const char* op, const char* name, nb::handle value) {
   // numpy turns a complex number into a real one with no more than a warning.
   bool is_complex = !PyFloat_Check(value.ptr()) && nb::hasattr(value, "dtype") &&

@@ -229,7 +229,8 @@ inline size_t attention_varlen_workspace_bytes(const TensorView& q, const Tensor
 // The same over sequences packed end to end: q [total_q, num_heads_q, head_dim], k and v [total_kv,
 // num_heads_kv, dim]; sequence b owns rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]. max_seqlen_* are
 // upper bounds of the lengths. With options.block_tables k and v are caches, and cu_seqlens_k may
-// be TensorView{} where options.seqused_k says the lengths.
+// be TensorView{} where options.seqused_k says the lengths. Offsets that fall are refused on the CPU
+// and under CUATTN_CHECK=1; else, on CUDA, rows may stay unwritten.
 inline void attention_varlen(const TensorView& q, const TensorView& k, const TensorView& v,
                              const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k,
                              int64_t max_seqlen_q, int64_t max_seqlen_k, const TensorView& out,

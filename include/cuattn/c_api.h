@@ -78,7 +78,7 @@ typedef struct {
                                    seqlen_q, seqlen_kv] */
   const DLTensor* seqused_q;    /* int32 [batch] */
   const DLTensor* seqused_k;    /* int32 [batch] */
-  /* Ragged calls: both are given, int32 [batch + 1]; max_seqlen_* are upper bounds. */
+  /* Ragged calls: both given, int32 [batch + 1], never falling; max_seqlen_* are upper bounds. */
   const DLTensor* cu_seqlens_q;
   const DLTensor* cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
@@ -89,8 +89,8 @@ typedef struct {
   int32_t kv_layout;            /* CUATTN_KV_NHD, _HND, _VLLM */
   const char* backend;          /* NULL = "auto" */
   /* Dropout of the probabilities, in steps of 1 / 256; 0 = off. Seed, offset and place alone say
-   * which are kept (docs/backward.md). It takes dropout_seed (-1, the default, is none) and an
-   * offset within [0, 2^32), or dropout_state: int64 [2], both on the device of q, read by the run. */
+   * which are kept (docs/backward.md). It takes a seed in [0, 2^63) (-1, the default: none) and an
+   * offset in [0, 2^32), or dropout_state: int64 [2] of both, a seed of any bits, on q's device. */
   double dropout_p;
   int64_t dropout_seed, dropout_offset;
   const DLTensor* dropout_state;

@@ -107,6 +107,12 @@ class Operations:
             return array
         return self.namespace.from_dlpack(array)
 
+    def flat(self, array: Any) -> Any:
+        """Return the elements of an array one behind the other, itself where they lie so."""
+        row = self.own(array).reshape(-1)
+        is_torch = self.namespace.__name__ == "torch"
+        return row.contiguous() if is_torch else self.namespace.ascontiguousarray(row)
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         kind = getattr(self.namespace, dtype)
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}

@@ -130,7 +130,7 @@ def append_attention(
         if rope is not None:
             tokens = (q.shape[0], q.shape[1] if len(q.shape) == 4 else 1)
             cos, sin = check_rope(op, library, rope, rope_positions, tokens, q)
-            rows = None if rope_positions is None else library.own(rope_positions).reshape(-1)
+            rows = None if rope_positions is None else library.flat(rope_positions)
             turning = {"cos": cos, "sin": sin, "positions": rows}
             turning["rope_interleaved"] = rope_interleaved
             q = turned_queries(q, cos, sin, rows, rope_interleaved, context_lens, stream)

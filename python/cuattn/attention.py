@@ -370,7 +370,7 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : int32 array, [batch + 1]
         Offsets of the sequences, beginning with 0, on the device of q. Not monotonic offsets raise
         on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are clamped to the rows there
-        are.
+        are, of which some may stay unwritten.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
     block_tables : int32 array, [batch, max_blocks_per_seq], optional

@@ -3,6 +3,7 @@
 // keys in fours and values by columns as their boxes bring them, and the columns that are kept.
 // Compiled for 90a alone, skipped on other devices.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuattn/device/wgmma_float8_sm90.cuh"
@@ -165,6 +166,51 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
       }
     }
   }
+}
+
+// ---- Columns that are kept of V, in panels of 128 keys: two groups clear a tile together
+
+// What stands at byte `at` of a tile; never 0.
+CUATTN_HOST_DEVICE uint8_t filled(int at) { return static_cast<uint8_t>(1 + at % 251); }
+
+template <int kChannels, int kPanels>
+__global__ void keep_panels(int begin, int end, uint8_t* out) {
+  constexpr int kPanelBytes = kChannels * 128, kBytes = kPanels * kPanelBytes;
+  auto* tile = reinterpret_cast<uint8_t*>(aligned_smem());
+  for (int i = threadIdx.x; i < kBytes; i += 256) tile[i] = filled(i);
+  __syncthreads();
+  keep_columns<kChannels, kPanels, kPanelBytes>(smem_address(tile), begin, end, threadIdx.x / 128);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBytes; i += 256) out[i] = tile[i];
+}
+
+template <int kChannels, int kPanels>
+void check_panels() {
+  constexpr int kKeys = kPanels * 128, kTileBytes = kChannels * kKeys;
+  OnGpu<uint8_t> out(size_t{kTileBytes});
+  allow(keep_panels<kChannels, kPanels>, kTileBytes + kAlignment);
+  const std::pair<int, int> ranges[] = {
+      {0, kKeys},         {7, kKeys}, {0, kKeys - 5}, {0, 128},
+      {128, kKeys},       {100, 140}, {127, 129},     {kKeys - 40, kKeys - 33},
+      {kKeys - 1, kKeys}, {0, 1},     {16, 16}};
+  for (auto [begin, end] : ranges) {
+    keep_panels<kChannels, kPanels><<<1, 256, kTileBytes + kAlignment>>>(begin, end, out.data());
+    std::vector<uint8_t> found = out.host();
+    for (int i = 0; i < kTileBytes; ++i) {
+      int channel = i / kKeys, key = i % kKeys;
+      int at = key / 128 * kChannels * 128 + byte_at(channel, key % 128);
+      int want = key >= begin && key < end ? filled(at) : 0;
+      CHECK(found[at] == want, kChannels, " x ", kKeys, ", kept ", begin, " to ", end, ": (",
+            channel, ", ", key, ") is ", int{found[at]}, " instead of ", want);
+    }
+  }
+}
+
+CUDA_TEST(sm90_columns_of_several_panels_are_kept) {
+  require_hopper();
+  check_panels<128, 2>();  // of a tile of 192 keys
+  check_panels<64, 3>();
+  check_panels<256, 1>();
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ jnp = jax.numpy
         (307, {"dropout_p": 0.5, "dropout_seed": 7.0}, {"dropout_p": 0.5, "dropout_seed": 7}),
     ],
 )
-def test_a_refused_call_leaves_equal_numbers_of_the_right_type_alone(rows, wrong, right):
+def test_numbers_of_another_type_are_refused_before_and_after_equal_ones(rows, wrong, right):
     """Options that compare as equal had been one key."""
     q = jnp.ones((1, rows, 2, 16))
     packed, cu = [q[0]] * 3, [jnp.array([0, rows], jnp.int32)] * 2
@@ -34,6 +34,8 @@ def test_a_refused_call_leaves_equal_numbers_of_the_right_type_alone(rows, wrong
         with pytest.raises(TypeError):
             call(**wrong)
         jax.tree.map(np.asarray, call(**right))
+        with pytest.raises(TypeError):  # also where a program is known for the right one
+            call(**wrong)
 
 
 def test_seeds_beyond_32_bits_are_refused_and_not_cut():

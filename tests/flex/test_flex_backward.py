@@ -234,6 +234,7 @@ def test_bad_input(rng):
         ({"need": ("dbias",)}, ValueError, "need must not name dbias"),
         ({"kv_start": np.zeros(1, np.int32)}, NotImplementedError, "kv_start must be None"),
         ({"dq": q}, ValueError, "dq must not share memory with q"),
+        ({"causal": 1}, TypeError, "^flex_attention_backward: causal must be True or False"),
     ):
         with pytest.raises(error, match=words):
             call(**given)

@@ -94,6 +94,16 @@ def test_a_block_mask_beside_a_mask_function_under_jit(of_torch, rng):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_block_mask_of_one_head_beside_a_mask_that_reads_heads_under_jit(rng):
+    """Its blocks hang on no head, and are for all of them."""
+    q = rng.standard_normal((1, 64, 2, 16)).astype(np.float32)
+    blocks = cuattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64)
+    call = lambda q: cuattn.flex_attention(  # noqa: E731
+        q, q, q, block_mask=blocks, mask_mod=lambda b, h, i, j: (h > 0) | (j < 4)
+    )
+    np.testing.assert_allclose(jax.jit(call)(jax.numpy.asarray(q)), call(q), atol=1e-6)
+
+
 def test_captured_ids_beyond_32_bits_are_refused_and_not_cut():
     q = jax.numpy.ones((1, 4, 1, 16))
     ids = np.array([0, 0, 2**32, 2**32])
@@ -124,3 +134,32 @@ def test_a_block_mask_of_traced_ids_is_refused_by_its_own_name():
 
     with pytest.raises(NotImplementedError, match=r"^create_block_mask: a captured array is trac"):
         jax.jit(call)(jax.numpy.ones((1, 64, 2, 16)), jax.numpy.zeros(64, int))
+
+
+@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd])
+def test_a_gradient_of_a_gradient_is_refused(second):
+    q = jax.numpy.ones((1, 8, 2, 16))
+    loss = lambda q: (cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: j <= i) ** 2).sum()  # noqa: E731
+    with (
+        jax.default_device(jax.devices("cpu")[0]),
+        pytest.raises(NotImplementedError, match=r"^flex_attention: no gradient of a gradient"),
+    ):
+        second(lambda q: jax.grad(loss)(q).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"causal": 1}, "causal must be True or False, got 1; pass a bool"),
+        ({"causal": np.True_.reshape(1)}, "causal must be True or False, got array"),
+        ({"batch_invariant": 0}, "batch_invariant must be True or False, got 0; pass a bool"),
+        ({"num_splits": 2.0}, "num_splits must be"),
+        ({"softcap": -1.0}, "softcap must be"),
+    ],
+)
+def test_options_are_refused_while_jax_traces(wrong, message):
+    """Called back they had been refused, too, in an error of XLA's."""
+    q = jax.numpy.ones((1, 8, 2, 16))
+    for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda q: f(q).sum())):
+        with pytest.raises((TypeError, ValueError), match=f"^flex_attention: {message}"):
+            transform(lambda q: cuattn.flex_attention(q, q, q, **wrong))(q)

@@ -138,6 +138,22 @@ def test_a_call_has_the_bits_of_a_write_and_attention(library, case, rope, given
     assert written.any() == bool(case.lens)
 
 
+@pytest.mark.parametrize("q_len", [None, 3])
+def test_places_of_the_rotation_may_lie_apart(library, q_len, rng):
+    """A column of an array of all steps; what has one stride had been refused, the rest copied."""
+    case = PagedCase(dtype="float32", q_len=q_len)
+    arrays, options = make(case, (64, False), rng, given=True)
+    steps = np.full((*arrays["rope_positions"].shape, 4), 399)
+    steps[..., 1] = arrays["rope_positions"]
+    results = []
+    for positions in (library.put(arrays["rope_positions"]), library.put(steps)[..., 1]):
+        placed = {name: library.put(x) for name, x in arrays.items()}
+        placed["rope_positions"] = positions
+        results.append((*append(placed, options), placed["k_cache"]))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(library.get(a), library.get(b))
+
+
 def test_steps_build_the_cache_of_a_prompt(library, rng):
     """A prompt at once, in chunks, and token by token give the same caches and the same result."""
     q, k, v = rng.standard_normal((3, 2, 21, 4, 32), np.float32)

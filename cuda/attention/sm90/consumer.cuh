@@ -100,6 +100,7 @@ struct ConsumerSm90 {
     }
     __device__ __forceinline__ void take_work(device::Ring<2>& slot, uint32_t mine, Work& w) const {
       device::load_shared(w, shared.work(slot.stage()));
+      __syncwarp();  // every lane has read it, and the last one's copy
       device::store_shared(mine, w);
       if (lane == 0) device::barrier_arrive(shared.work_empty(slot.stage()));
       slot.next();
@@ -211,6 +212,7 @@ struct ConsumerSm90 {
       if (kStagesBias && s.stages_bias) {
         device::barrier_wait(shared.bias_full(group), stage % 2);
         Bias::add(scores, factor, shared.bias(), threadIdx.x / 32 * 16 - 64);
+        __syncwarp();  // every lane has read its rows
         if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty(group));
       } else {
         multiply(scores, factor);

@@ -109,14 +109,15 @@ struct ConsumerFloat8 {
                      : me.shared.copy(device::opaque(threadIdx.x) / 32 - 4);
   }
   static __device__ __forceinline__ void release_slot(const Lane& me, Place& at) {
+    __syncwarp();  // every lane has read it, and the last one's copy
     me.release(me.shared.work_empty(at.slot.stage()));
     at.slot.next();
   }
   static __device__ __forceinline__ void take_work(const Lane& me, Place& at, Work& w) {
     device::load_shared(w, me.shared.work(at.slot.stage()));
     if constexpr (!kOutFirst) {
-      device::store_shared(mine(me, at), w);
       release_slot(me, at);
+      device::store_shared(mine(me, at), w);
     }
   }
 

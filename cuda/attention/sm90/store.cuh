@@ -227,6 +227,7 @@ struct StoreSm90 {
       if (w.kind == Sm90Work::kFull) return true;
       if (w.kind == Sm90Work::kNone) return false;
       store_empty(p, s, w, group);
+      __syncwarp();  // every lane has read it
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(slot.stage()));
       slot.next();
     }

@@ -23,7 +23,8 @@ from ..flex.options import beside_scale
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
 from ..flex.rows import narrowed
-from ..flex.trace import dtype_name, is_jax_tracer, refuse_int64, trace
+from ..flex.trace import dtype_name, refuse_int64, trace
+from ..flex.tracers import is_jax_tracer
 from .devices import place
 from .plan import Plan
 from .rows import explain_rows

@@ -23,7 +23,8 @@ from .memo import of_torch, remember, shapes_of
 from .options import join_options
 from .plan import Found, Problem, plan
 from .rows import narrowed
-from .trace import Traced, is_jax_tracer, runs_in_xla, trace
+from .trace import Traced, trace
+from .tracers import is_jax_tracer, runs_in_xla
 
 T = TypeVar("T")
 NAME = "flex_attention"
@@ -229,7 +230,7 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
             f"{NAME}: block_mask must be a BlockMask, got {type(block_mask).__name__}; "
             "create_block_mask makes one"
         )
-    free = trace(block_mask.mask_mod).expr.free
+    free = block_mask.free()
     for name, got, want, index in zip(
         block_mask.shape._fields, block_mask.shape, problem.shape, ("b", "h", "", ""), strict=True
     ):

@@ -17,7 +17,8 @@ from .device import Gives, is_cuda, on_its_stream
 from .evaluate import on_host
 from .expression import FLOAT, SCORE
 from .program import gradient_program
-from .trace import KINDS, Traced, dtype_name, runs_in_xla, trace
+from .trace import KINDS, Traced, dtype_name, trace
+from .tracers import original, runs_in_xla
 
 NAME = "flex_attention_backward"
 FORWARD_ALONE = frozenset(("num_splits", "return_lse", "out", "lse_out", *PAGED))
@@ -165,7 +166,7 @@ def slot_of(score: Traced | None, array: Any) -> int:
     """Return the place of an array among those that a score function captures."""
     captured = [] if score is None else score.arrays
     for slot, other in enumerate(captured):
-        if other is array:
+        if other is array or original(other) is array:
             if KINDS[dtype_name(array)] != FLOAT:
                 raise ValueError(
                     f"{NAME}: arrays must hold floats, got {dtype_name(array)} of shape "

@@ -16,7 +16,8 @@ import numpy as np
 
 from . import masks
 from .evaluate import Host, bounds, evaluate, on_host
-from .trace import Traced, is_jax_tracer, trace
+from .trace import Traced, trace
+from .tracers import is_jax_tracer
 
 HIDDEN, ASKED, SEEN = 0, 1, 2
 IntArray = np.ndarray[Any, Any]
@@ -138,6 +139,7 @@ class BlockMask:
         self.mask_mod, self.shape, self.block_size = mask_mod, shape, block_size
         self.states = states
         self._within: tuple[Any, BlockMask] | None = None
+        self._free: frozenset[str] | None = None  # where mask_mod hides more than states tell
         self._applied: Callable[..., Any] | None = None  # a function that mask_mod hides by
 
     @cached_property
@@ -345,12 +347,16 @@ class BlockMask:
         mod = mods(self.mask_mod, other.mask_mod)
         return BlockMask(mod, self.shape, self.block_size, states(self.states, other.states))
 
+    def free(self) -> frozenset[str]:
+        """Return the indices that its states hang on."""
+        return trace(self.mask_mod).expr.free if self._free is None else self._free
+
     def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen.
 
-        The same one as last time, if the function is: plans of calls are kept with it. Itself for
-        the function that it was made of: seen blocks are those of the arrays that this captured
-        then.
+        The same one as last time, if the function is: plans of calls are kept with it, but no
+        function that captures what JAX traces. Itself for the function that it was made of: seen
+        blocks are those of the arrays that this captured then.
         """
         if mask_mod is self.mask_mod or mask_mod is self._applied:
             return self
@@ -358,7 +364,10 @@ class BlockMask:
         if kept is None or kept[0] is not mask_mod:
             mod = masks.and_masks(self.mask_mod, mask_mod)
             made = BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
-            kept = self._within = (mask_mod, made)
+            made._free = self.free()
+            kept = (mask_mod, made)
+            if not any(map(is_jax_tracer, trace(mask_mod).arrays)):
+                self._within = kept
         return kept[1]
 
     def of_tiles(self, tile: tuple[int, int]) -> BlockMask:
@@ -392,6 +401,13 @@ class BlockMask:
         return "\n".join([head, *self.rows()])
 
     __repr__ = __str__
+
+
+def with_mask(blocks: BlockMask, mask_mod: Any) -> BlockMask:
+    """Return the same blocks of the same mask, traced or reading other arrays."""
+    made = BlockMask(mask_mod, blocks.shape, blocks.block_size, blocks.states)
+    made._free = blocks._free
+    return made
 
 
 def dense_mask(blocks: np.ndarray[Any, Any], block: tuple[int, int]) -> Callable[..., Any]:

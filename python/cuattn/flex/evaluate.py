@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .expression import BOOL, COMPARISONS, FLOAT, INT, INT32_MAX, Expr, describe, ordered
-from .trace import Traced, dtype_name, is_jax_tracer
+from .trace import Traced, dtype_name
+from .tracers import Unknown, is_jax_tracer
 
 Values = dict[str, Any]  # of the indices, by name
 Bounds = tuple[Any, Any]  # least and greatest; of a condition: surely, possibly
@@ -75,20 +76,13 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.int32, copy=False)
 
 
-class Unknown:
-    """Stands for a captured array that JAX traces: kernels read its numbers, the host cannot."""
-
-    def __init__(self, array: Any):
-        self.array, self.shape = array, tuple(array.shape)
-        self.dtype, self.ndim = array.dtype, array.ndim
-
-    def bounds(self) -> Bounds:
-        """Return those of any element; of floats, which may be NaN, there are none."""
-        kind = np.dtype(dtype_name(self)) if self.dtype.kind in "iu" else None
-        if kind is None:
-            return (0, 1) if self.dtype.kind == "b" else (np.nan, np.nan)
-        limits = np.iinfo(kind)
-        return np.int64(max(limits.min, -INT32_MAX)), np.int64(min(limits.max, INT32_MAX))
+def bounds_of_unknown(array: Unknown) -> Bounds:
+    """Return the bounds of any element; of floats, which may be NaN, there are none."""
+    kind = np.dtype(dtype_name(array)) if array.dtype.kind in "iu" else None
+    if kind is None:
+        return (0, 1) if array.dtype.kind == "b" else (np.nan, np.nan)
+    limits = np.iinfo(kind)
+    return np.int64(max(limits.min, -INT32_MAX)), np.int64(min(limits.max, INT32_MAX))
 
 
 class Host:
@@ -97,7 +91,7 @@ class Host:
     def __init__(self, traced: Traced):
         self.scalars = traced.scalars
         self.arrays: list[Any]
-        self.arrays = [Unknown(x) if is_jax_tracer(x) else on_host(x) for x in traced.arrays]
+        self.arrays = [x if isinstance(x, Unknown) else on_host(x) for x in traced.arrays]
 
     def reads_unknown(self, expr: Expr) -> bool:
         """Whether an expression reads an array that the host does not know."""
@@ -119,7 +113,7 @@ def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) ->
             found[id(node)] = dtype(x) if node.type == FLOAT else x
         elif node.op == "load":
             array = host.arrays[args[0]]
-            array = on_host(array.array) if isinstance(array, Unknown) else array  # which refuses
+            array = on_host(array) if isinstance(array, Unknown) else array  # which refuses
             at = tuple(np.clip(i, 0, n - 1) for i, n in zip(args[2:], array.shape, strict=True))
             x = array[at]
             found[id(node)] = x.astype(dtype) if node.type == FLOAT else widened(x, node.type)
@@ -174,7 +168,7 @@ class Tables:
 def load_bounds(array: Any, indices: list[Bounds]) -> Bounds:
     """Return the bounds of a captured array's elements over boxes of indices."""
     if isinstance(array, Unknown):
-        return array.bounds()
+        return bounds_of_unknown(array)
     array = array.astype(np.int8) if array.dtype == np.bool_ else array
     if array.ndim == 0:
         return array[()], array[()]

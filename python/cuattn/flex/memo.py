@@ -18,7 +18,8 @@ import numpy as np
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Problem
-from .trace import Traced, is_jax_tracer
+from .trace import Traced
+from .tracers import is_jax_tracer
 
 MOST = 32  # entries with a function, two for a call on CUDA; the oldest goes first
 MOST_BYTES = 32 << 20  # of captured arrays that are compared
@@ -54,7 +55,7 @@ def version_of(x: Any) -> Any:
 
 def never_changes(x: Any) -> bool:
     """Whether it is an array of JAX."""
-    return type(x).__module__.startswith("jax")
+    return is_jax_tracer(x) or type(x).__module__.startswith("jax")
 
 
 def is_compared(x: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from .expression import (
     to_float,
 )
 from .text import listing
+from .tracers import Unknown, is_jax_tracer, original
 
 MAX_AXES = 2
 FOREIGN = ("numpy", "torch", "jax", "cupy", "math", "cuattn")  # whose functions run as they are
@@ -143,7 +143,7 @@ class Traced:
 
     def __init__(self, name: str, is_score: bool):
         self.name, self.is_score = name, is_score
-        self.arrays: list[Any] = []
+        self.arrays: list[Any] = []  # an Unknown for one that JAX traces
         self.scalars: list[Any] = []
         self.expr: Expr = read(True)
         self.kept: dict[Any, Any] = {}  # what calls found out with it (memo.py)
@@ -169,12 +169,6 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "__dlpack__") or is_jax_tracer(x)
 
 
-def is_jax_tracer(x: Any) -> bool:
-    """Whether something stands for an array while JAX traces."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.core.Tracer)
-
-
 def refuse_int64(x: Any) -> None:
     """Refuse an array that JAX traces if it is of int64, which may be cut off unseen."""
     if dtype_name(x) == "int64":
@@ -182,16 +176,6 @@ def refuse_int64(x: Any) -> None:
             f"flex_attention: a captured array of int64 of shape {tuple(x.shape)} is traced by "
             "JAX, so that nobody sees whether it fits int32; capture x.astype(jax.numpy.int32)"
         )
-
-
-def runs_in_xla(x: Any) -> bool:
-    """Whether JAX traces an array, or it is one of JAX that lies on no CPU."""
-    if is_jax_tracer(x):
-        return True
-    jax = sys.modules.get("jax")
-    if jax is None or not isinstance(x, jax.Array):
-        return False
-    return any(device.platform != "cpu" for device in x.devices())
 
 
 def is_number(x: Any) -> bool:
@@ -241,7 +225,7 @@ class Rebuilder:
                 f"a captured array has 0 to {MAX_AXES} axes of 1 to 2^31 - 1 elements, got shape "
                 f"{shape}; reshape it, and compute an index of two as one"
             )
-        self.traced.arrays.append(array)
+        self.traced.arrays.append(Unknown(array) if is_jax_tracer(array) else array)
         return Captured(shape, kind, len(self.traced.arrays) - 1, ())
 
     def scalar(self, x: Any) -> Number:
@@ -469,9 +453,12 @@ def is_settled(x: Any) -> bool:
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two reaches are of the same objects, numbers (-0.0 is not 0.0) and names."""
+    """Whether two reaches are of the same objects, numbers (-0.0 is not 0.0) and names.
+
+    The first is one that was kept, with Unknowns for tracers.
+    """
     return len(a) == len(b) and all(
-        x is y
+        original(x) is y
         or ((is_number(x) or isinstance(x, str)) and type(x) is type(y) and repr(x) == repr(y))
         for x, y in zip(a, b, strict=True)
     )
@@ -487,6 +474,7 @@ def remembered(function: Any, is_score: bool) -> Any:
 
 def remember(function: Any, is_score: bool, reached: list[Any], traced: Traced) -> None:
     """Keep what was traced with the function, as long as that lives."""
+    reached = [Unknown(x) if is_jax_tracer(x) else x for x in reached]
     try:
         memory.setdefault(function, {})[is_score] = (reached, traced)
     except TypeError:

@@ -83,7 +83,11 @@ def check_int32(op: str, name: str, array: Any) -> None:
 
 
 def static_of(op: str, **options: Any) -> Static:
-    """Options as jax.jit takes them: hashable."""
+    """Options as jax.jit takes them: hashable, and with their types.
+
+    Those of other types are others: 1 is refused, but equal to True, for which jax.jit may know a
+    program.
+    """
     for name, value in options.items():
         try:
             hash(value)
@@ -92,7 +96,13 @@ def static_of(op: str, **options: Any) -> Static:
                 f"{op}: {name} must be a Python value, which is static under jax.jit, got "
                 f"{type(value).__name__}; pass a plain one"
             ) from None
-    return (("op", op), *options.items())
+    return (("op", op), *options.items(), ("types", tuple(map(type_of, options.values()))))
+
+
+def type_of(value: Any) -> Any:
+    """Return the type of an option, or those of a pair."""
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return tuple(map(type, value)) if is_pair else type(value)
 
 
 def device_text(devices: Iterable[Any]) -> str:
@@ -152,6 +162,11 @@ def shape_of(array: Any) -> tuple[Any, ...]:
             f"shapes must be known while JAX traces, got {array.shape}; export a program for each"
         )
     return (str(array.dtype), *array.shape)
+
+
+def structs_of(arrays: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes and dtypes of arrays, which may be traced, as JAX takes them."""
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
 
 
 def int64_of(op: str, name: str, array: jax.Array) -> jax.Array:
@@ -231,6 +246,13 @@ def _varying(x: Any) -> frozenset[str]:
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
+def no_gradient(op: str, what: str) -> NotImplementedError:
+    """Return what refuses a gradient that there is none of."""
+    return NotImplementedError(
+        f"{op}: no {what} goes through {op}; pass jax.lax.stop_gradient of the arrays"
+    )
+
+
 def compiled(
     function: Callable[[Any, Static], Any], what: str = "gradient"
 ) -> Callable[[Any, Static], Any]:
@@ -243,10 +265,7 @@ def compiled(
     primal = jax.custom_jvp(run, nondiff_argnums=(1,))
 
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
-        op = dict(static)["op"]
-        raise NotImplementedError(
-            f"{op}: no {what} goes through {op}; pass jax.lax.stop_gradient of the arrays"
-        )
+        raise no_gradient(dict(static)["op"], what)
 
     primal.defjvp(refuse_gradient)
     return jax.jit(primal, static_argnums=1)

@@ -14,15 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS
 from .._options import PLACES
 from ..flex.backward import like, slots_of
-from ..flex.block_mask import BlockMask
+from ..flex.block_mask import BlockMask, with_mask
 from ..flex.memo import of_torch
-from ..flex.trace import dtype_name, is_jax_tracer, trace
-from .call import as_varying, check_arrays, check_int32, is_array, possible_devices
-from .flex_ops import DeviceCall
-from .ops import ARRAYS, result_shapes
+from ..flex.trace import dtype_name, trace
+from ..flex.tracers import is_jax_tracer, original
+from .call import (
+    as_varying,
+    check_arrays,
+    check_int32,
+    is_array,
+    no_gradient,
+    possible_devices,
+    structs_of,
+)
+from .flex_ops import DeviceCall, shapes_in
+from .ops import ARRAYS, NUMBERS, result_shapes
 from .sharding import explicit_mesh
 
 
@@ -74,7 +84,7 @@ def widened(name: str, x: np.ndarray) -> np.ndarray:
 def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
     """Refuse numbers that JAX traces: a gradient by one would be lost."""
     for name, x in arguments.items():
-        if isinstance(x, jax.core.Tracer) and name not in ("q", "k", "v", *ARRAYS):
+        if isinstance(x, jax.core.Tracer) and name not in TAKEN:
             raise TypeError(
                 f"flex_attention: {name} must be a Python value, which is static under jax.jit, "
                 "got a traced array; let a score_mod capture it"
@@ -83,25 +93,53 @@ def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
 
 # Under jit and grad
 
+TAKEN = ("q", "k", "v", *ARRAYS)  # what may be an operand
+
+
+def call_host(function: Callable[..., Any], results: Any, operands: Any) -> Any:
+    """Call a function on the host, through which no gradient goes."""
+
+    def run(*operands: Any) -> Any:
+        return jax.pure_callback(function, results, *operands, vmap_method="sequential")
+
+    def refuse_gradient(primals: Any, tangents: Any) -> Any:
+        raise no_gradient("flex_attention", "gradient of a gradient")
+
+    primal = jax.custom_jvp(run)
+    primal.defjvp(refuse_gradient)
+    return primal(*operands)
+
 
 class HostCall:
-    """A call on the CPU of which an array is traced: what is fixed, and what operands stand for."""
+    """A call on the CPU of which an array is traced: what is fixed, and what operands stand for.
+
+    It has `operands` until it is run (attend_by), and no other tracers.
+    """
 
     def __init__(self, arguments: dict[str, Any], score: Any, mask: Any, block_mask: Any):
         self.is_joined = isinstance(block_mask, BlockMask) and mask is not None
         self.score, self.mask, self.block_mask = score, mask, block_mask
+        if self.is_joined:  # its own function holds what it captures
+            self.block_mask = with_mask(block_mask, mask)
         refuse_traced_numbers(arguments)
-        is_operand = {n: isinstance(x, (jax.Array, np.ndarray)) for n, x in arguments.items()}
-        self.names = tuple(n for n in arguments if is_operand[n])
-        self.options = {n: x for n, x in arguments.items() if not is_operand[n]}
+        self.names = tuple(n for n, x in arguments.items() if n in TAKEN and is_array(x))
+        self.options = {n: x for n, x in arguments.items() if n not in self.names}
         self.options.pop("return_lse", None)
-        captured = [*(score.arrays if score else ()), *(mask.arrays if mask else ())]
+        captured = captured_by(score, mask)
         for name, x in (
             *((n, arguments[n]) for n in self.names),
             *(("a captured array", x) for x in captured),
         ):
             check_int32("flex_attention", name, x)
         self.operands = tuple(jnp.asarray(x) for x in (*map(arguments.get, self.names), *captured))
+        self.shapes = structs_of(self.operands)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what the library would when it is called back: there it is an error of XLA's."""
+        options = {o.name: self.options.get(o.name, o.default) for o in NUMBERS}
+        arrays = dict(zip(self.names, self.shapes, strict=False))
+        _core.flex_workspace(shapes_in(arrays, options), {}, -1)
 
     def given(self, operands: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return arrays by name and the functions, of operands on the host."""
@@ -115,23 +153,16 @@ class HostCall:
             "block_mask": self.block_mask,
         }
         if self.is_joined:  # with what the block mask was made of, which it knows by the function
-            blocks = self.block_mask
-            functions["block_mask"] = BlockMask(
-                functions.pop("mask_mod"), blocks.shape, blocks.block_size, blocks.states
-            )
+            functions["block_mask"] = with_mask(self.block_mask, functions.pop("mask_mod"))
         return named, functions
 
     def run(self, operands: Any) -> Any:
         """Return out and lse."""
-        return jax.pure_callback(self.forward, self.shapes(), *operands, vmap_method="sequential")
-
-    def shapes(self) -> Any:
-        """Return the shapes of out and lse."""
-        arrays = dict(zip(self.names, self.operands, strict=False))
+        arrays = dict(zip(self.names, self.shapes, strict=False))
         kv_layout = self.options.get("kv_layout") if "block_tables" in self.names else None
-        return result_shapes(
-            arrays["q"], arrays["v"], self.options.get("layout", "bshd"), kv_layout
-        )
+        layout = self.options.get("layout", "bshd")
+        results = result_shapes(arrays["q"], arrays["v"], layout, kv_layout)
+        return call_host(self.forward, results, operands)
 
     def forward(self, *operands: Any) -> Any:
         """Return out and lse, on the host."""
@@ -143,15 +174,14 @@ class HostCall:
     def differentiable(self) -> list[int]:
         """List the operands that have a gradient: floats, apart from arrays of the mask."""
         last = len(self.names) + (len(self.score.arrays) if self.score else 0)
-        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in self.operands]
+        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in self.shapes]
         names = {i: name in GRADIENT_OF for i, name in enumerate(self.names)}
         return [i for i in range(last) if is_float[i] and names.get(i, True)]
 
     def differentiate(self, kept: Any, gradients: Any) -> Any:
         """Return the gradients of the differentiable operands."""
-        operands = [kept[0][i] for i in self.differentiable()]
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-        return jax.pure_callback(self.backward, shapes, *kept, *gradients, vmap_method="sequential")
+        results = tuple(self.shapes[i] for i in self.differentiable())
+        return call_host(self.backward, results, (*kept, *gradients))
 
     def backward(self, operands: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
         """Return the gradients of the differentiable operands, on the host."""
@@ -174,6 +204,11 @@ class HostCall:
             **{n: x for n, x in self.options.items() if n != "num_splits"},
         )
         return (*found[: len(need)], *(found.darrays if slots else ()))
+
+
+def captured_by(*functions: Any) -> list[Any]:
+    """Return the arrays that traced functions capture, in their order."""
+    return [original(x) for f in functions if f is not None for x in f.arrays]
 
 
 def device_of(op: str, arguments: dict[str, Any], captured: list[Any]) -> int:
@@ -201,8 +236,7 @@ def attend(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask:
     refuse_places("flex_attention", arguments)
     score = None if score_mod is None else trace(score_mod, is_score=True)
     mask = None if mask_mod is None else trace(mask_mod)
-    captured = [x for f in (score, mask) if f is not None for x in f.arrays]
-    device = device_of("flex_attention", arguments, captured)
+    device = device_of("flex_attention", arguments, captured_by(score, mask))
     call: HostCall | DeviceCall
     if device < 0:
         if block_mask is not None and mask is not None:
@@ -220,7 +254,11 @@ def attend(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask:
 
 
 def attend_by(call: HostCall | DeviceCall) -> Any:
-    """Return out and lse of a call, which JAX differentiates."""
+    """Return out and lse of a call, which JAX differentiates.
+
+    Note: JAX keeps the call with what it compiles, for longer than the tracers of a trace may live.
+    """
+    operands, call.operands = call.operands, ()
 
     def run(operands: Any) -> Any:
         return as_varying(call.run(operands), operands)
@@ -239,11 +277,11 @@ def attend_by(call: HostCall | DeviceCall) -> Any:
         by_place = {
             i: placed_like(kept[0][i], x) for i, x in zip(call.differentiable(), found, strict=True)
         }
-        return (tuple(by_place.get(i) for i in range(len(call.operands))),)
+        return (tuple(by_place.get(i) for i in range(len(call.shapes))),)
 
     attend = jax.custom_vjp(run)
     attend.defvjp(run_and_keep, differentiate)
-    return attend(as_varying(call.operands, call.operands))
+    return attend(as_varying(operands, operands))
 
 
 def placed_like(array: Any, gradient: Any) -> Any:
@@ -259,8 +297,7 @@ def go_back(
     """Return what flex_attention_backward does on a GPU; None for arrays of the CPU."""
     name = "flex_attention_backward"
     score = None if score_mod is None else trace(score_mod, is_score=True)
-    captured = [] if score is None else score.arrays
-    device = device_of(name, arguments, captured)
+    device = device_of(name, arguments, captured_by(score))
     if device < 0:
         return None
     refuse_places(name, arguments)

@@ -17,14 +17,15 @@ import numpy as np
 
 from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS, SOURCES
-from ..flex.attention import find_for, problem_of, traced
+from ..flex.attention import Functions, find_for, problem_of, traced
 from ..flex.backward import slots_of
+from ..flex.block_mask import with_mask
 from ..flex.device import Gives
-from ..flex.evaluate import Unknown
 from ..flex.expression import SCORE
 from ..flex.functors import name_of
 from ..flex.program import gradient_program
-from ..flex.trace import KINDS, Traced, dtype_name, is_jax_tracer, refuse_int64
+from ..flex.trace import KINDS, Traced, dtype_name, refuse_int64
+from ..flex.tracers import Unknown, is_jax_tracer, original
 from .call import (
     Static,
     attributes,
@@ -36,6 +37,7 @@ from .call import (
     register,
     shape_of,
     static_of,
+    structs_of,
 )
 from .ops import ARRAYS, NUMBERS, SCALES, optional_operands, result_shapes, shapes_of
 
@@ -81,7 +83,8 @@ def cast(x: Any) -> jax.Array:
 class DeviceCall:
     """A call of which no array need be known yet: what is fixed, and the operands.
 
-    `operands` are q, k, v, the optional arrays, and the captured arrays that JAX traces.
+    `operands` are q, k, v, the optional arrays, and the captured arrays that JAX traces. It has
+    them until it is run (attend_by in flex.py), and no other tracers.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class DeviceCall:
         given = check_arrays(NAME, {name: arguments[name] for name in "qkv"}, **optional)
         self.names, self.device = tuple(given), device
         q = given["q"]
-        self.arguments = {**arguments, "q": Stand(q.shape, q.dtype, device)}
+        stands = {n: Stand(x.shape, x.dtype, device) for n, x in given.items() if is_jax_tracer(x)}
+        self.arguments = {**arguments, **stands, "q": Stand(q.shape, q.dtype, device)}
         options = {name: x for name, x in arguments.items() if name not in "qkv"}
         problem = problem_of(self.arguments["q"], given["k"], options)
         if problem is None:
@@ -100,10 +104,14 @@ class DeviceCall:
         self.problem = problem
         functions = traced(problem, score, mask, block_mask)
         self.score = functions.score or Traced("no function", is_score=True)
-        self.functions = (score, mask, block_mask)
+        self.functions = without_tracers(functions, mask, block_mask)
         captured = [x for f in functions[:2] if f is not None for x in f.arrays]
-        self.traced = list({id(x): x for x in captured if is_jax_tracer(x)}.values())
-        self.operands = (*map(jnp.asarray, given.values()), *map(cast, self.traced))
+        unknown = [x for x in captured if is_jax_tracer(x)]  # they live as long as the functions
+        tracers = {id(original(x)): original(x) for x in unknown}
+        order = list(tracers)
+        self.places = {id(x): len(given) + order.index(id(original(x))) for x in unknown}
+        self.operands = (*map(jnp.asarray, given.values()), *map(cast, tracers.values()))
+        self.shapes = structs_of(self.operands)
 
     def refusal(self, given: dict[str, Any]) -> ValueError:
         """Raise what is wrong with shapes that do not fit together, or return it of lengths."""
@@ -115,10 +123,6 @@ class DeviceCall:
             f"{NAME}: lengths must be of one batch and lie within the rows that there are, and "
             f"cu_seqlens_* must rise from 0, got {text}; correct them"
         )
-
-    def place(self, array: Any) -> int:
-        """Return which operand a traced array became."""
-        return len(self.names) + next(i for i, x in enumerate(self.traced) if x is array)
 
     def plan(self, gives: Gives | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of the call, options of its functions among them, and the rest."""
@@ -154,7 +158,7 @@ class DeviceCall:
         arrays |= {name: found[name] for name in FOUND if name in found}
         for i, x in enumerate(found.get("arrays", ())):
             is_operand = isinstance(x, Unknown)
-            arrays[f"array{i}"] = operands[self.place(x.array)] if is_operand else x
+            arrays[f"array{i}"] = operands[self.places[id(x)]] if is_operand else x
         return arrays
 
     def run(self, operands: Any) -> Any:
@@ -166,14 +170,17 @@ class DeviceCall:
 
     def differentiable(self) -> list[int]:
         """List the operands that have a gradient: floats, apart from arrays of the mask alone."""
-        slots = list(map(id, self.score.arrays))
-        named = [name in GRADIENT_OF for name in self.names]
-        has_one = [*named, *(id(x) in slots for x in self.traced)]
+        has_one = {i for i, name in enumerate(self.names) if name in GRADIENT_OF}
+        has_one |= self.of_score().keys()
         return [
             i
-            for i, x in enumerate(self.operands)
-            if has_one[i] and jnp.issubdtype(x.dtype, jnp.floating)
+            for i, x in enumerate(self.shapes)
+            if i in has_one and jnp.issubdtype(x.dtype, jnp.floating)
         ]
+
+    def of_score(self) -> dict[int, Any]:
+        """Return what stands for the traced arrays that the score reads, by operand."""
+        return {self.places[id(x)]: x for x in self.score.arrays if id(x) in self.places}
 
     def differentiate(self, kept: Any, gradients: Any) -> tuple[Any, ...]:
         """Return the gradients of the differentiable operands.
@@ -183,7 +190,7 @@ class DeviceCall:
         operands, out, lse = kept
         places = self.differentiable()
         need = [GRADIENT_OF[self.names[i]] for i in places if i < len(self.names)]
-        arrays = [self.traced[i - len(self.names)] for i in places if i >= len(self.names)]
+        arrays = [self.of_score()[i] for i in places if i >= len(self.names)]
         slots = slots_of(self.score, arrays, self.arguments, self.device >= 0)
         rest = tuple(name for name in need if name != "dbias")
         given = {"dout": gradients[0], "out": out, "lse": lse, "dlse": gradients[1]}
@@ -225,6 +232,19 @@ class DeviceCall:
             sums[slot] if slot in sums else zeros(shape)
             for slot, shape in zip(slots, shapes, strict=True)
         ]
+
+
+def without_tracers(functions: Functions, mask_mod: Any, block_mask: Any) -> tuple[Any, Any, Any]:
+    """Return the functions of a call to be planned with: what was traced, where it holds tracers.
+
+    The others stay as they are: by these, plans of other calls are found.
+    """
+    score, mask, blocks = functions
+    if blocks is None:
+        return score, mask, None
+    if mask is not None and any(map(is_jax_tracer, mask.arrays)):
+        return score, None, with_mask(blocks, mask)
+    return score, mask_mod, block_mask
 
 
 def numbers_in(x: Any) -> tuple[int, ...]:
