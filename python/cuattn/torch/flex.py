@@ -15,6 +15,7 @@ from torch import Tensor
 from .._gradients import GRADIENT_OF
 from .._options import PLACES
 from ..flex.trace import trace
+from .eager import observed, refuse_tangents
 
 NAME = "flex_attention"
 
@@ -84,6 +85,11 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         return (None, *(None if x is None else next(each) for x in found))
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> None:
+        """Refuse forward mode."""
+        refuse_tangents(NAME, ctx.call.names, tangents)
+
+    @staticmethod
     def gradients(
         ctx: Any, dout: Any, dlse: Any, out: Tensor, lse: Tensor, tensors: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
@@ -150,8 +156,6 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any, mas
         If out, lse_out, workspace, stream or block_tables is given, or torch traces or transforms
         the call.
     """
-    from .eager import observed
-
     for name in PLACES:
         if arguments.get(name) is not None:
             raise NotImplementedError(
