@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 
@@ -14,6 +15,7 @@ torch = frameworks.require("torch")
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
 import cuattn.torch  # noqa: E402
+from cuattn.torch import sdpa_arguments  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 our_sdpa = cuattn.torch.scaled_dot_product_attention
@@ -118,6 +120,40 @@ def test_vmap_goes_through_what_needs_no_torch(in_dims):
     q, cu = torch.randn(3, 7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     packed = lambda q: cuattn.attention_varlen(q, q, q, cu, cu, 4, 4, causal=True)  # noqa: E731
     assert torch.equal(torch.func.vmap(packed)(q), torch.stack([packed(x) for x in q]))
+
+
+@pytest.mark.parametrize("call", [cuattn.attention, attention, our_sdpa])
+@pytest.mark.filterwarnings("error")
+def test_vmap_of_what_has_no_way_back_runs_where_none_is_wanted(call, monkeypatch):
+    """SDPA of wide heads went to torch's own function, cuattn.attention refused a gradient."""
+    monkeypatch.setattr(sdpa_arguments, "warned", set())
+    q = torch.randn(3, 1, 4, 5, 320)
+    want = torch.stack([call(x, x, x) for x in q])
+    with torch.no_grad():
+        beneath = torch.func.vmap(lambda x: call(x, x, x))(q.clone().requires_grad_())
+    assert torch.equal(torch.func.vmap(lambda x: call(x, x, x))(q), want)
+    assert torch.equal(beneath, want)
+    with_grad = {
+        "vmap": lambda: torch.func.vmap(lambda x: call(x, x, x))(q.clone().requires_grad_()),
+        "grad": lambda: torch.func.grad(lambda x: call(x, x, x).sum())(q[0]),
+        "grad of vmap": lambda: torch.func.grad(
+            lambda q: torch.func.vmap(lambda x: call(x, x, x))(q).sum()
+        )(q),
+    }
+    for wanted in with_grad.values():
+        if call is our_sdpa:
+            sdpa_arguments.warned.clear()
+            with warnings.catch_warnings(record=True) as seen:  # torch warns of its own loop, too
+                warnings.simplefilter("always")
+                wanted()
+            assert any("outside 1 to 256 with a gradient" in str(w.message) for w in seen)
+        else:
+            with pytest.raises(NotImplementedError, match="no gradient goes through heads of more"):
+                wanted()
+    if call is not our_sdpa:
+        codes = torch.randn(3, 1, 16, 2, 16).to(torch.float8_e4m3fn)
+        got = torch.func.vmap(lambda x: call(x, x, x))(codes)
+        assert torch.equal(got, torch.stack([call(x, x, x) for x in codes]))
 
 
 def test_vmap_without_a_rule_is_refused_with_the_way_out():

@@ -193,6 +193,31 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
     return False
 
 
+def tracked(x: Any) -> bool:
+    """Whether autograd or a transform but vmap follows a tensor, at any level.
+
+    A tensor that vmap maps over does not tell what of it requires grad beneath.
+    """
+    functorch = torch._C._functorch
+    while isinstance(x, Tensor) and not x.requires_grad:
+        if functorch.is_gradtrackingtensor(x) or functorch.is_functionaltensor(x):
+            return True
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, Tensor)
+
+
+def differentiated_within(*arrays: Any) -> bool:
+    """Whether a transform of torch.func around a call wants its way back, or autograd beneath it.
+
+    What is not known counts as wanted.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return torch.is_grad_enabled() and any(map(tracked, arrays))
+
+
 def autocasts(q: Tensor) -> bool:
     """Whether a region of autocast is around a call on q's device."""
     return bool(torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"))
@@ -292,17 +317,20 @@ def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     options = with_dropout_state(q, options)
     wants_gradient = differentiated(q, k, v, options)
     if wants_gradient or traced(q):
+        wants_gradient |= differentiated_within(q, k, v, *map(options.get, SMALL))
         return run_op(op, arguments, options, wants_gradient)
     options.pop("deterministic", None)
     return RUN[op](*arguments, **options)
 
 
 def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **options: Any) -> Any:
-    """Run an op whose gradient autograd wants: what `cuattn.attention` cannot do itself."""
+    """Run an op whose gradient autograd wants, or a transform: what `cuattn.attention` cannot."""
     if not options and not autocasts(q) and not observed(q, (k, v)):
         return attend(op, (q, k, v, *sizes), options)
-    arguments = (*autocast(q, k, v), *sizes)
-    return run_op(op, arguments, with_dropout_state(q, options), True)
+    q, k, v = autocast(q, k, v)
+    arrays = (q, k, v, *map(options.get, SMALL))
+    wants_gradient = differentiated(q, k, v, options) or differentiated_within(*arrays)
+    return run_op(op, (q, k, v, *sizes), with_dropout_state(q, options), wants_gradient)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
