@@ -2,7 +2,8 @@
 """The registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``, and who calls them.
 
 Eager code calls the library at once; while torch traces (torch.compile, fake tensors) or looks on,
-it calls the op. Next: eager.py (gradients of eager code), gradients.py (of the ops), sdpa.py.
+it calls the op. Next: eager.py (gradients of eager code), gradients.py (of the ops), shapes.py,
+sdpa.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .eager import (
 )
 from .eager import empty_out as empty_out
 from .lookup import op_of
+from .shapes import check
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
 SCHEMAS = {
@@ -136,10 +138,13 @@ def attention_shapes(
     *tensors: Any,
     layout: str = "bshd",
     physical_layout: Sequence[int] | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Tell what the op returns, from shapes alone."""
+    options.update(zip(TENSORS["attention"], tensors, strict=False))
+    check({"q": q, "k": k, "v": v, "layout": layout, **options})
     batch, second, third = q.shape[:3]
     lse = (batch, third, second) if layout == "bshd" else (batch, second, third)
     return (
@@ -149,9 +154,18 @@ def attention_shapes(
 
 
 def attention_varlen_shapes(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, return_lse: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Any,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Tell what the op returns, from shapes alone."""
+    names = (*OPS["attention_varlen"].positional[3:], *TENSORS["attention_varlen"])
+    options.update(zip(names, others, strict=False))
+    check({"q": q, "k": k, "v": v, **options})
     lse = (q.shape[1], q.shape[0]) if return_lse else (0,)
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q)),
