@@ -25,8 +25,10 @@ struct AttentionArrays {
   Array q, k, v;
   OptionalArrays<std::size(kAttentionArrays)> optional;
 
+  // `grad_mode`: torch's, where it was asked and q requires no grad in it.
   void import(const char* op, const AttentionArgs& args, CallStream& stream,
-              cuattn_attention_options& options) {
+              cuattn_attention_options& options, std::optional<bool> grad_mode) {
+    if (grad_mode) q.take_grad_mode(*grad_mode);
     q.import(op, "q", args.q, stream, nullptr);
     complete_stream(op, q, stream);
     k.import(op, "k", args.k, stream, &q);
@@ -41,7 +43,8 @@ bool is_short(const Array& q, const Array& k) {
   return !q.is_cuda() && q.view.size() <= kElements && k.view.size() <= kElements;
 }
 
-nb::object run_attention(const char* op, const AttentionArgs& args) {
+nb::object run_attention(const char* op, const AttentionArgs& args,
+                         std::optional<bool> grad_mode = {}) {
   if (array_type(op, "q", args.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
   if (is_given(args.stream)) stream = parse_stream(op, args.stream);
@@ -50,7 +53,7 @@ nb::object run_attention(const char* op, const AttentionArgs& args) {
   parse_options(op, args, options);
   if (is_given(args.lse_out)) options.return_lse = 1;
   AttentionArrays arrays;
-  arrays.import(op, args, stream, options);
+  arrays.import(op, args, stream, options, grad_mode);
 
   cuattn_attention_call call;
   check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
@@ -92,9 +95,13 @@ bool draws_seed(const char* op, const AttentionArgs& args) {
 // Leaves a call that autograd is to see to what differentiates it, as it stands. Note: q is asked
 // first, because an exception on the way costs as much as a call.
 nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
-  if (wants_gradient(op, "q", args.q)) return nb::borrow(gradient_wanted);
+  std::optional<bool> grad_mode;
+  if (array_type(op, "q", args.q).is_torch) {
+    grad_mode = detail::in_grad_mode();
+    if (*grad_mode && detail::requires_grad(args.q)) return nb::borrow(gradient_wanted);
+  }
   try {
-    return run_attention(op, args);
+    return run_attention(op, args, grad_mode);
   } catch (const nb::python_error& error) {
     if (!error.matches(gradient_wanted)) throw;
   }

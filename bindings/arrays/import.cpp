@@ -29,6 +29,32 @@ bool is_subclass(nb::handle type, nb::handle base) {
   return answer != 0;
 }
 
+// What calls with tensors ask of torch.
+void look_up_torch(nb::handle torch, Python& py) {
+  py.grad_enabled = torch.attr("is_grad_enabled");
+  py.requires_grad = torch.attr("Tensor").attr("requires_grad");
+  py.read_requires_grad = reinterpret_cast<descrgetfunc>(
+      PyType_GetSlot(Py_TYPE(py.requires_grad.ptr()), Py_tp_descr_get));
+  py.forward_ad = torch.attr("autograd").attr("forward_ad").attr("__dict__");
+  py.is_tracing = torch.attr("_C").attr("_is_tracing");
+  py.dispatch = torch.attr("utils").attr("_python_dispatch").attr("__dict__");
+}
+
+// Whether a question without arguments is answered by True. Note: a call by nanobind takes longer.
+bool is_true(nb::handle question) {
+  PyObject* answer = PyObject_CallNoArgs(question.ptr());
+  if (answer == nullptr) throw nb::python_error();
+  Py_DECREF(answer);  // True or False, which stay
+  return answer == Py_True;
+}
+
+// Whether make_fx records what this thread does; asked while any thread is in a dispatch mode.
+bool is_in_proxy_mode() {
+  nb::object core = loaded_module("torch").attr("_C");
+  nb::object proxy = core.attr("_TorchDispatchModeKey").attr("PROXY");
+  return !nb::object(core.attr("_get_dispatch_mode")(proxy)).is_none();
+}
+
 }  // namespace
 
 ArrayType classify(const char* op, const char* name, nb::handle object) {
@@ -52,8 +78,7 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
             ", which has no memory of its own; call cuattn.torch.attention, a registered op, "
             "instead");
     }
-    the<Python>().grad_enabled = torch.attr("is_grad_enabled");
-    the<Python>().forward_ad = torch.attr("autograd").attr("forward_ad").attr("__dict__");
+    look_up_torch(torch, the<Python>());
     const DLPackExchangeAPI* api = exchange_api(type);
     return {api != nullptr ? Library::exchange : Library::torch, api, true};
   }
@@ -67,8 +92,13 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
         class_name(object), "; convert it first");
 }
 
+bool in_grad_mode() { return is_true(the<Python>().grad_enabled); }
+
+// Note: PyObject_GetAttr would look for the descriptor in the type and its bases each time.
 bool requires_grad(nb::handle object) {
-  PyObject* flag = PyObject_GetAttr(object.ptr(), the<Python>().requires_grad);
+  const Python& py = the<Python>();
+  PyObject* flag = py.read_requires_grad(py.requires_grad.ptr(), object.ptr(),
+                                         reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
   if (flag == nullptr) throw nb::python_error();
   Py_DECREF(flag);  // True or False, which stay
   return flag == Py_True;
@@ -100,6 +130,17 @@ void refuse_tangent(const char* op, const char* name, nb::handle object) {
         name, ").primal");
 }
 
+void refuse_recording(const char* op, const char* name) {
+  const Python& py = the<Python>();
+  if (!is_true(py.is_tracing)) {
+    PyObject* in_mode = PyDict_GetItemWithError(py.dispatch.ptr(), py.in_dispatch_mode);
+    if (in_mode != Py_True || !is_in_proxy_mode()) return;
+  }
+  raise(gradient_wanted, op, ": ", name,
+        " is of torch.jit.trace or make_fx, which record the memory of a result and no call of ",
+        op, "; call it outside of what they trace, or trace cuattn.torch.attention");
+}
+
 // What torch.func has made of a tensor, by one of its own questions.
 bool is_in_transform(nb::handle object, const char* question) {
   nb::object functorch = nb::getattr(loaded_module("torch").attr("_C"), "_functorch", nb::none());
@@ -126,6 +167,17 @@ void check_flags(const char* op, const char* name, uint64_t flags, bool output) 
 }
 
 }  // namespace detail
+
+void Array::ask_torch(const char* op, const char* name, const Array* home) {
+  bool is_first = home == nullptr || !home->type.is_torch;
+  if (is_first) detail::refuse_recording(op, name);
+  if (!is_grad_asked_) {
+    grad_mode_ = is_first ? detail::in_grad_mode() : home->grad_mode_;
+    if (grad_mode_) detail::refuse_grad(op, name, object);
+  }
+  dual_level_ = is_first ? detail::in_dual_level() : home->dual_level_;
+  if (dual_level_) detail::refuse_tangent(op, name, object);
+}
 
 void Array::import_dlpack(const char* op, const char* name, const CallStream& stream,
                           const Array* home, bool output) {

@@ -41,6 +41,8 @@ namespace detail {
 
 // Looks at a type seen for the first time.
 ArrayType classify(const char* op, const char* name, nb::handle object);
+// Whether torch is in grad mode.
+bool in_grad_mode();
 // Whether a torch tensor requires grad.
 bool requires_grad(nb::handle object);
 // Refuses what would be lost without a word, in torch's grad mode: a gradient.
@@ -49,6 +51,8 @@ void refuse_grad(const char* op, const char* name, nb::handle object);
 bool in_dual_level();
 // Refuses what would be lost without a word in such a level: a tangent.
 void refuse_tangent(const char* op, const char* name, nb::handle object);
+// Refuses what would be recorded without a word, by torch.jit.trace and make_fx: no call at all.
+void refuse_recording(const char* op, const char* name);
 // Refuses a torch tensor whose memory holds its values negated, as those of `x.conj().imag` are.
 void refuse_negated(const char* op, const char* name, nb::handle object);
 // Refuses what DLPack's flags say: an output that is read-only, and a copy.
@@ -75,12 +79,6 @@ inline ArrayType array_type(const char* op, const char* name, nb::handle object)
   oldest = (oldest + 1) % kEntries;
   Py_XDECREF(replaced);  // last: the end of a type may run Python code, which may come here
   return info;
-}
-
-// Whether autograd is to see what is computed of `object`.
-inline bool wants_gradient(const char* op, const char* name, nb::handle object) {
-  return array_type(op, name, object).is_torch && detail::requires_grad(object) &&
-         the<Python>().grad_enabled().ptr() == Py_True;
 }
 
 // The stream of a call: given by the caller, or the current one of q's library once q is imported.
@@ -113,13 +111,7 @@ class Array {
               const Array* home, bool output = false) {
     object = source;
     type = array_type(op, name, source);
-    if (type.is_torch && !is_looked_at_) {
-      bool asked = home != nullptr && home->type.is_torch;
-      grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
-      dual_level_ = asked ? home->dual_level_ : detail::in_dual_level();
-      if (grad_mode_) detail::refuse_grad(op, name, source);
-      if (dual_level_) detail::refuse_tangent(op, name, source);
-    }
+    if (type.is_torch && !is_looked_at_) ask_torch(op, name, home);
     switch (type.library) {
       case Library::jax:
         raise(PyExc_ValueError, op, ": ", name,
@@ -143,6 +135,12 @@ class Array {
     tensor = view.dl();
   }
 
+  // Takes an answer for `import`: whether torch is in grad mode, where `source` requires no grad.
+  void take_grad_mode(bool grad_mode) {
+    grad_mode_ = grad_mode;
+    is_grad_asked_ = true;
+  }
+
   // Imports what is looked at and not computed with, so that no gradient is lost.
   void describe(const char* op, const char* name, nb::handle source) {
     is_looked_at_ = true;
@@ -161,9 +159,14 @@ class Array {
  private:
   bool grad_mode_ = false;   // torch's, asked once per call
   bool dual_level_ = false;  // the same
+  bool is_grad_asked_ = false;
   bool is_looked_at_ = false;
   DLManagedTensorVersioned* versioned_ = nullptr;
   DLManagedTensor* legacy_ = nullptr;
+
+  // Refuses what a call would lose of a tensor without a word. What is the same for all of the call's
+  // is asked for the first.
+  void ask_torch(const char* op, const char* name, const Array* home);
 
   bool has_dense_rows() const {
     int32_t last = view.ndim - 1;

@@ -99,10 +99,10 @@ Python::Python() {
   if (numpy_api == nullptr) throw nb::python_error();
   array_struct = PyUnicode_InternFromString("__array_struct__");
   dtype = PyUnicode_InternFromString("dtype");
-  requires_grad = PyUnicode_InternFromString("requires_grad");
   dlpack = PyUnicode_InternFromString("__dlpack__");
   dlpack_device = PyUnicode_InternFromString("__dlpack_device__");
   current_level = PyUnicode_InternFromString("_current_level");
+  in_dispatch_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
 }
 
 void import_numpy(const char* op, const char* name, nb::handle object, bool output,

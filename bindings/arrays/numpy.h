@@ -13,11 +13,14 @@ struct Python {
   nb::object numpy_empty, numpy_ndarray;
   nb::object float32, float16, uint8, int8, int32, int64;
   nb::object bfloat16, float8;  // ml_dtypes' dtype objects, known after the first array of the type
-  nb::object grad_enabled;      // torch.is_grad_enabled, known after the first tensor
-  nb::object forward_ad;        // the names of torch.autograd.forward_ad, known then too
-  void* const* numpy_api;       // numpy's table of C functions
-  bool reads_numpy_object;      // numpy's arrays are NumpyArrayObjects
-  PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device, *current_level;
+  // Of torch, known after the first tensor: is_grad_enabled, the descriptor of Tensor.requires_grad and
+  // its reader, the names of autograd.forward_ad, _C._is_tracing, the names of utils._python_dispatch.
+  nb::object grad_enabled, requires_grad, forward_ad, is_tracing, dispatch;
+  descrgetfunc read_requires_grad;
+  void* const* numpy_api;   // numpy's table of C functions
+  bool reads_numpy_object;  // numpy's arrays are NumpyArrayObjects
+  PyObject *array_struct, *dtype, *dlpack, *dlpack_device, *current_level;
+  PyObject* in_dispatch_mode;
 
   Python();
 };

@@ -25,9 +25,10 @@ inline void make_exceptions(nb::module_& m) {
       "A pool has fewer free blocks than asked for; the call has taken none and changed nothing.",
       PyExc_MemoryError, nullptr);
   gradient_wanted = PyErr_NewExceptionWithDoc("cuattn._core.GradientWanted",
-                                              "A torch tensor requires grad, or torch.func.vmap "
-                                              "maps over it: attention goes through cuattn.torch, "
-                                              "the rest has no gradient and no rule.",
+                                              "A torch tensor requires grad, torch.func.vmap maps "
+                                              "over it, or torch.jit.trace or make_fx records: "
+                                              "attention goes through cuattn.torch, the rest has "
+                                              "no gradient and no rule.",
                                               PyExc_NotImplementedError, nullptr);
   if (cuda_error == nullptr || out_of_blocks_error == nullptr || gradient_wanted == nullptr)
     throw nb::python_error();

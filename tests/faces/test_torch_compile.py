@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of plain cuattn.attention and attention_varlen, which are builtins."""
+"""Graphs of plain cuattn.attention and attention_varlen, which are builtins: by torch.compile,
+torch.jit.trace and make_fx.
+"""
 
 from __future__ import annotations
 
@@ -152,3 +154,71 @@ q = torch.randn(1, 5, 2, 16)
 torch.compile(lambda q: cuattn.attention(q, q, q), backend="eager")(q)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def recorded(how, function, *arrays):
+    if how == "jit":
+        return torch.jit.trace(function, arrays, check_trace=False)
+    return torch.fx.experimental.proxy_tensor.make_fx(function)(*arrays)
+
+
+@pytest.mark.parametrize("how", ["jit", "make_fx"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class TestRecordings:
+    """They held the memory of a result, and no call."""
+
+    @pytest.mark.parametrize("grad", [False, True])
+    @pytest.mark.parametrize(
+        "options", [{}, {"causal": True, "return_lse": True}, {"q_scale": None}]
+    )
+    def test_a_plain_call_is_recorded(self, how, grad, options):
+        def step(q, k, v):
+            out = cuattn.attention(q, k, v, **options)
+            return out[0] + out[1].sum() if isinstance(out, tuple) else out + 1
+
+        arrays, others = ([x.requires_grad_(grad) for x in qkv()] for _ in range(2))
+        assert torch.equal(recorded(how, step, *arrays)(*others), step(*others))
+
+    def test_wide_heads_and_codes_are_recorded(self, how):
+        call = lambda q: cuattn.attention(q, q, q)  # noqa: E731
+        for shape, dtype in (((1, 5, 2, 320), None), ((1, 16, 2, 16), torch.float8_e4m3fn)):
+            q, other = (torch.randn(shape).to(dtype or torch.float32) for _ in range(2))
+            assert torch.equal(recorded(how, call, q)(other), call(other))
+
+    def test_a_ragged_call_is_recorded(self, how):
+        cu = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+        step = lambda q: cuattn.attention_varlen(q, q, q, cu, cu, 5, 5, causal=True)  # noqa: E731
+        q, other = torch.randn(2, 9, 2, 16)
+        assert torch.equal(recorded(how, step, q)(other), step(other))
+
+    @pytest.mark.parametrize(
+        ("message", "call"),
+        {
+            "attention: out must be None while": lambda x: cuattn.attention(x, x, x, out=x.clone()),
+            "rms_norm: x is of torch.jit": lambda x: cuattn.rms_norm(x, torch.ones(16)),
+            "flex_attention: ": lambda x: cuattn.flex_attention(x, x, x),
+            "attention_backward: q is": lambda x: cuattn.attention_backward(
+                x, x, x, x, x, x[..., 0]
+            ),
+            "reshape_and_cache: k is": lambda x: cuattn.reshape_and_cache(
+                x[0], x[0], torch.zeros(1, 16, 2, 16), torch.zeros(1, 16, 2, 16), torch.arange(9)
+            ),
+        }.items(),
+    )
+    def test_what_no_op_holds_is_refused(self, how, message, call):
+        x = torch.randn(1, 9, 2, 16)
+        with pytest.raises(NotImplementedError, match=f"^{message}.*"):
+            recorded(how, call, x)
+
+
+def test_a_dispatch_mode_that_records_nothing_changes_nothing():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            return function(*arguments, **(options or {}))
+
+    arrays, out = qkv(), torch.empty(2, 9, 4, 32)
+    with Watch():
+        assert cuattn.attention(*arrays, out=out) is out
+    assert torch.equal(out, cuattn.attention(*arrays))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 
@@ -14,6 +15,7 @@ torch = frameworks.require("torch")
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
 import cuattn.torch  # noqa: E402
+from cuattn.torch import sdpa_arguments  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 our_sdpa = cuattn.torch.scaled_dot_product_attention
@@ -120,6 +122,40 @@ def test_vmap_goes_through_what_needs_no_torch(in_dims):
     assert torch.equal(torch.func.vmap(packed)(q), torch.stack([packed(x) for x in q]))
 
 
+@pytest.mark.parametrize("call", [cuattn.attention, attention, our_sdpa])
+@pytest.mark.filterwarnings("error")
+def test_vmap_of_what_has_no_way_back_runs_where_none_is_wanted(call, monkeypatch):
+    """SDPA of wide heads went to torch's own function, cuattn.attention refused a gradient."""
+    monkeypatch.setattr(sdpa_arguments, "warned", set())
+    q = torch.randn(3, 1, 4, 5, 320)
+    want = torch.stack([call(x, x, x) for x in q])
+    with torch.no_grad():
+        beneath = torch.func.vmap(lambda x: call(x, x, x))(q.clone().requires_grad_())
+    assert torch.equal(torch.func.vmap(lambda x: call(x, x, x))(q), want)
+    assert torch.equal(beneath, want)
+    with_grad = {
+        "vmap": lambda: torch.func.vmap(lambda x: call(x, x, x))(q.clone().requires_grad_()),
+        "grad": lambda: torch.func.grad(lambda x: call(x, x, x).sum())(q[0]),
+        "grad of vmap": lambda: torch.func.grad(
+            lambda q: torch.func.vmap(lambda x: call(x, x, x))(q).sum()
+        )(q),
+    }
+    for wanted in with_grad.values():
+        if call is our_sdpa:
+            sdpa_arguments.warned.clear()
+            with warnings.catch_warnings(record=True) as seen:  # torch warns of its own loop, too
+                warnings.simplefilter("always")
+                wanted()
+            assert any("outside 1 to 256 with a gradient" in str(w.message) for w in seen)
+        else:
+            with pytest.raises(NotImplementedError, match="no gradient goes through heads of more"):
+                wanted()
+    if call is not our_sdpa:
+        codes = torch.randn(3, 1, 16, 2, 16).to(torch.float8_e4m3fn)
+        got = torch.func.vmap(lambda x: call(x, x, x))(codes)
+        assert torch.equal(got, torch.stack([call(x, x, x) for x in codes]))
+
+
 def test_vmap_without_a_rule_is_refused_with_the_way_out():
     q = torch.randn(3, 2, 7, 4, 16)
     weight = torch.ones(16)
@@ -220,10 +256,13 @@ def test_forward_mode_is_refused_by_the_name_of_the_array():
         ),
     }
     for start, call in calls.items():
-        with forward.dual_level(), pytest.raises(NotImplementedError, match=f"^{start} has a tan"):
-            call(forward.make_dual(q, torch.ones_like(q)))
-        with pytest.raises(NotImplementedError, match=r"has a tangent|jvp function"):
-            torch.func.jvp(call, (q,), (q,))
+        refused = pytest.raises(NotImplementedError, match=f"^{start} has a tan")
+        with_grad = () if start.startswith("rms_norm") else (q.clone().requires_grad_(),)
+        for array in (q, *with_grad):
+            with forward.dual_level(), refused:
+                call(forward.make_dual(array, torch.ones_like(q)))
+            with refused:
+                torch.func.jvp(call, (array,), (q,))
     want = cuattn.attention(other, other, other)
     compiled = torch.compile(lambda x: cuattn.attention(x, x, x), backend="aot_eager")
     with forward.dual_level():  # of another tensor than those of the call

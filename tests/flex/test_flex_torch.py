@@ -13,6 +13,23 @@ from cuattn import flex
 torch = frameworks.require("torch")
 
 
+class Foreign:
+    """An array of a library that shares its memory by DLPack alone; on a device as CuPy's are."""
+
+    def __init__(self, values, on_device=False):
+        self.values, self.on_device = values, on_device
+        self.shape, self.dtype = values.shape, values.dtype
+        if on_device:
+            self.get = values.copy
+
+    def __dlpack__(self, **options):
+        assert not self.on_device
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return (2, 0) if self.on_device else (1, 0)
+
+
 def leaves(rng, *shapes, dtype=None):
     made = (torch.from_numpy(rng.standard_normal(s).astype(np.float32)) for s in shapes)
     return [x.to(dtype or torch.float32).requires_grad_() for x in made]
@@ -206,3 +223,70 @@ def test_another_number_beside_a_block_mask_is_refused():
     torch.autograd.grad(outs[1].sum(), q)
     with pytest.raises(RuntimeError, match="mask_mod must be on the way back what it was"):
         torch.autograd.grad(outs[0].sum(), q)
+
+
+def ids_of(library, values):
+    if library == "torch":
+        return torch.from_numpy(values)
+    return values if library == "numpy" else Foreign(values, library == "device")
+
+
+def asked_everywhere(mask_mod):
+    """A BlockMask of torch for 200 queries and keys, whose every block is asked."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, columns = torch.tensor([[[2, 2]]]).int(), torch.tensor([[[[0, 1], [0, 1]]]]).int()
+    return BlockMask.from_kv_blocks(counts, columns, mask_mod=mask_mod, seq_lengths=(200, 200))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "dlpack", "device"])
+@pytest.mark.parametrize("way", ["mask_mod", "block_mask", "beside", "torch's"])
+def test_captured_arrays_of_a_mask_are_not_written_before_the_way_back(library, way, rng):
+    """Those of a block mask and of other libraries were read anew, and gave other gradients."""
+    values = (np.arange(200, dtype=np.int32) // 16) % 5
+    ids = ids_of(library, values)
+    q = leaves(rng, (1, 200, 2, 16))[0]
+    mod = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
+    if way == "mask_mod":
+        given = {"mask_mod": mod}
+    elif way == "torch's":
+        given = {"block_mask": asked_everywhere(mod)}
+    else:
+        given = {"block_mask": flex.create_block_mask(mod, None, None, 200, 200)}
+    if way == "beside":
+        given["mask_mod"] = lambda b, h, i, j: j <= i
+    out = cuattn.flex_attention(q, q, q, **given)
+    want = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(out.sum(), q, retain_graph=True)[0], want)
+    if library == "torch":
+        ids[3] = 4
+        message = "modified by an inplace operation"
+    else:
+        values[3] = 4
+        message = r"captured arrays must be on the way back .* of shape \(200,\) that was written"
+    with pytest.raises(RuntimeError, match=message):
+        out.sum().backward()
+
+
+def test_lists_of_torchs_block_mask_are_not_written_before_the_way_back(rng):
+    q, blocks = leaves(rng, (1, 200, 2, 16))[0], asked_everywhere(flex.masks.causal())
+    out = cuattn.flex_attention(q, q, q, block_mask=blocks)
+    blocks.kv_num_blocks[..., 1] = 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("library", ["dlpack", "device"])
+def test_captured_arrays_of_another_library_are_read_by_what_they_offer(library, rng):
+    q = torch.from_numpy(rng.standard_normal((1, 70, 2, 16)).astype(np.float32))
+    ids, bias = np.arange(70) // 9, rng.standard_normal((2, 70)).astype(np.float32)
+    others = Foreign(ids, library == "device"), Foreign(bias, library == "device")
+
+    def call(ids, bias):
+        return cuattn.flex_attention(
+            q, q, q,
+            mask_mod=lambda b, h, i, j: ids[i] == ids[j],
+            score_mod=lambda s, b, h, i, j: s + bias[h, j],
+        )  # fmt: skip
+
+    assert torch.equal(call(*others), call(ids, bias))

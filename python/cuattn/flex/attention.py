@@ -100,7 +100,7 @@ def flex_attention(
 
         given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
         functions = {"score_mod": score, "mask_mod": given, "block_mask": block_mask}
-        return torch_flex.attend(arguments, functions, score, mask)
+        return torch_flex.attend(arguments, functions, score)
     of_mask = [] if mask is None else mask.arrays
     if any(map(is_jax_tracer, (k, v, *options.values(), *of_mask, *captured))) or runs_in_xla(q):
         from ..jax.flex import attend

@@ -61,7 +61,7 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
         array = array.detach() if hasattr(array, "detach") else array
         if name == "bfloat16" and hasattr(array, "float"):
             array = array.float()
-        array = np.asarray(array)
+        array = np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
     if name == "bool" or array.dtype == np.bool_:
         return array
     if array.dtype.kind not in "iu":

@@ -205,7 +205,7 @@ def require_functions(name: str, *masks: Any) -> None:
 
 def with_lengths(mask: MaskMod) -> Callable[..., Any]:
     """Return a mask function that takes both lengths by place, whether it names them or not."""
-    from .trace import parameters
+    from .lengths import parameters
 
     asked = parameters(mask)
 

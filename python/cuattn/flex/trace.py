@@ -41,6 +41,7 @@ from .expression import (
     read,
     to_float,
 )
+from .lengths import parameters
 from .text import listing
 from .tracers import Unknown, is_jax_tracer, original
 
@@ -283,20 +284,6 @@ class Rebuilder:
             return types.CellType(self.replace(cell.cell_contents, True))
         except ValueError:  # nothing in it yet
             return cell
-
-
-def parameters(function: Any) -> tuple[str, ...]:
-    """Return the names of the lengths that a function asks for beside its indices."""
-    given: set[str] = set()
-    while isinstance(function, functools.partial):
-        given |= set(function.keywords)
-        function = function.func
-    call = getattr(function, "__call__", None)  # noqa: B004
-    code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
-    if code is None:
-        return ()
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return tuple(name for name in ("q_len", "kv_len") if name in names and name not in given)
 
 
 def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:

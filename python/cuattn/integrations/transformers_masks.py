@@ -43,14 +43,14 @@ def mask(**given: Any) -> Tensor | None:
 def noted(attention_mask: Tensor | None, queries: int, keys: int) -> Sight | None:
     """Return the note of a mask that is still as made, and for so many queries and keys.
 
-    A graph of torch.compile cannot ask whether it is.
+    A graph of torch.compile, which cannot ask whether it is, reads no note: the mask counts.
     """
+    if attention_mask is None or torch.compiler.is_compiling():
+        return None
     sight = getattr(attention_mask, NOTE, None)
     if sight is None or sight[:2] != (queries, keys):
         return None
-    if torch.compiler.is_compiling() or sight.version == version_of(attention_mask):
-        return sight
-    return None
+    return sight if sight.version == version_of(attention_mask) else None
 
 
 def version_of(made: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _core
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
-from .._gradients import FORWARD, GRADIENTS, POSITIONAL, forward_options
+from .._gradients import DIFFERENTIABLE, FORWARD, GRADIENTS, POSITIONAL, forward_options
 from .._options import OPS, options_of
 from .lookup import op_of
 
@@ -68,6 +68,17 @@ def refuse_wide(op: str, q: Tensor, v: Tensor) -> None:
         f"{op}: no gradient goes through heads of more than {WIDEST} columns, got head_dim "
         f"{q.size(-1)} and head_dim_v {v.size(-1)}; call it under torch.no_grad()"
     )
+
+
+def refuse_tangents(op: str, names: Iterable[str], tangents: Iterable[Any]) -> None:
+    """Raise for an array of torch's forward mode, whose tangent no op carries on."""
+    for name, tangent in zip(names, tangents, strict=False):
+        if tangent is not None:
+            raise NotImplementedError(
+                f"{op}: {name} has a tangent of forward-mode differentiation, which no op of "
+                "cuattn carries on; use reverse mode (backward, torch.func.vjp), or pass "
+                f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+            )
 
 
 def out_dtype(q: Tensor) -> torch.dtype:
@@ -166,6 +177,11 @@ class CuattnAttention(torch.autograd.Function):  # type: ignore[misc]
         found = iter(run_backward(ctx, dout, dlse, tuple(itertools.compress(ROWS, wanted))))
         return tuple(next(found) if want else None for want in wanted)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Refuse forward mode."""
+        refuse_tangents(FORWARD[ctx.call[0]], DIFFERENTIABLE, tangents)
+
 
 class CuattnScored(torch.autograd.Function):  # type: ignore[misc]
     """The same with bias, sinks and alibi_slopes, each a tensor or None, and their gradients."""
@@ -183,6 +199,11 @@ class CuattnScored(torch.autograd.Function):  # type: ignore[misc]
             return (None,) * len(wanted)
         found = iter(run_backward(ctx, dout, dlse, tuple(itertools.compress(GRADIENTS, wanted))))
         return tuple(next(found) if want else None for want in wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Refuse forward mode."""
+        refuse_tangents(FORWARD[ctx.call[0]], DIFFERENTIABLE, tangents)
 
 
 def differentiate(op: str, arguments: dict[str, Any], numbers: dict[str, Any]) -> Sequence[Tensor]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .._gradients import GRADIENT_OF
 from .._options import PLACES
-from ..flex.trace import trace
+from ..flex.memo import TENSORS, mark_of
+from ..flex.trace import Traced, is_array, trace
+from .eager import observed, refuse_tangents
 
 NAME = "flex_attention"
 
@@ -27,8 +28,8 @@ class Call(NamedTuple):
     names: tuple[str, ...]  # of the tensors, which captured arrays follow
     arrays: tuple[Tensor, ...]  # captured, as the functions hold them
     read: tuple[Tensor, ...]  # without a gradient, by both passes
-    held: tuple[tuple[np.ndarray, bytes], ...]  # captured arrays of numpy, and what they held
-    mask: Any  # the mask function as it was traced
+    held: tuple[tuple[Any, bytes], ...]  # captured arrays that may be written, and what they held
+    masks: tuple[tuple[Any, Traced], ...]  # mask functions, and as they were traced
 
 
 class Once(torch.autograd.Function):  # type: ignore[misc]
@@ -84,6 +85,11 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         return (None, *(None if x is None else next(each) for x in found))
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> None:
+        """Refuse forward mode."""
+        refuse_tangents(NAME, ctx.call.names, tangents)
+
+    @staticmethod
     def gradients(
         ctx: Any, dout: Any, dlse: Any, out: Tensor, lse: Tensor, tensors: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
@@ -124,24 +130,26 @@ def require_the_same(call: Call) -> None:
     """Refuse a way back over other arrays and numbers than the forward pass had.
 
     Autograd says so of tensors; numbers are within the functions, which are traced already, but
-    for the mask function beside a block mask, which is known by what it is.
+    for a block mask's and the mask function beside it, which are known by what they are.
     """
     for array, then in call.held:
-        if array.tobytes() != then:
+        if mark_of(array) != then:
+            library = type(array).__module__.partition(".")[0]
             raise RuntimeError(
                 f"{NAME}: captured arrays must be on the way back what they were in the forward "
-                f"pass, got one of numpy of shape {array.shape} that was written since; capture a "
-                "new array in each call"
+                f"pass, got one of {library} of shape {tuple(array.shape)} that was written since; "
+                "capture a new array in each call"
             )
-    now = None if call.mask is None else trace(call.functions["mask_mod"])
-    if now is not None and (now.key(), now.scalars) != (call.mask.key(), call.mask.scalars):
-        raise RuntimeError(
-            f"{NAME}: mask_mod must be on the way back what it was in the forward pass, got other "
-            "numbers; bind them as its defaults"
-        )
+    for function, before in call.masks:
+        now = trace(function)
+        if (now.key(), now.scalars) != (before.key(), before.scalars):
+            raise RuntimeError(
+                f"{NAME}: mask_mod must be on the way back what it was in the forward pass, got "
+                "other numbers; bind them as its defaults"
+            )
 
 
-def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any, mask: Any) -> Any:
+def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any) -> Any:
     """Run a call of which a gradient is wanted; its functions are traced, for both passes.
 
     Raises
@@ -150,8 +158,6 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any, mas
         If out, lse_out, workspace, stream or block_tables is given, or torch traces or transforms
         the call.
     """
-    from .eager import observed
-
     for name in PLACES:
         if arguments.get(name) is not None:
             raise NotImplementedError(
@@ -173,9 +179,14 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any, mas
     arrays = tuple(x for x in captured if isinstance(x, Tensor) and x.requires_grad)
     options = {n: x for n, x in arguments.items() if n not in names}
     tensors = [arguments[name] for name in names]
-    others = (*options.values(), *captured, *([] if mask is None else mask.arrays))
+    blocks = functions["block_mask"]
+    given = (functions["mask_mod"], getattr(blocks, "mask_mod", None))
+    masks = tuple((f, trace(f)) for f in given if f is not None)
+    lists = (getattr(blocks, name, None) for name in TENSORS)
+    of_masks = (x for _, mask in masks for x in mask.arrays)
+    others = (*options.values(), *captured, *of_masks, *lists)
     read = tuple(x for x in others if isinstance(x, Tensor) and not x.requires_grad)
-    held = tuple((x, x.tobytes()) for x in others if isinstance(x, np.ndarray))
-    call = Call(functions, options, names, arrays, read, held, mask)
+    held = tuple((x, mark_of(x)) for x in others if is_array(x) and not isinstance(x, Tensor))
+    call = Call(functions, options, names, arrays, read, held, masks)
     out, lse = FlexAttention.apply(call, *tensors, *arrays)
     return (out, lse) if arguments.get("return_lse") else out

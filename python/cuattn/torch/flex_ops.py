@@ -7,8 +7,10 @@ number and a guard on which they are. Next: tracing.py, which has torch.compile 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +18,24 @@ from torch import Tensor
 
 from .._gradients import DIFFERENTIABLE, SOURCES
 from .._kv_shapes import head_dim_of_values
+from ..flex.block_mask import BlockMask
+from ..flex.block_mask import create_block_mask as block_mask_builtin
 
 NAME = "flex_attention"
 TENSORS = (
     *("q", "k", "v", "bias", "sinks", "alibi_slopes", "seqused_q", "seqused_k"),
     *("cu_seqlens_q", "cu_seqlens_k", "dropout_state", "block_tables"),
 )
-FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+CAPTURES = (
+    f"{NAME}: a mask_mod or score_mod that is made in compiled code must not capture a tensor or a "
+    "number that changes from call to call; make it outside of that code"
+)
 kept: list[dict[str, Any]] = []  # by number; compiled graphs hold numbers as long as they live
+recipes: list[Callable[[], BlockMask]] = []  # by number; they make the block masks of graphs
+OF_TORCH = (
+    f"{NAME}: a BlockMask of torch must be made outside of compiled code; make it there, or call "
+    "cuattn.flex.create_block_mask"
+)
 marks = itertools.count()
 
 
@@ -36,18 +48,31 @@ def mark(function: types.FunctionType) -> None:
 
 
 def guard(x: Any) -> None:
-    """Have another function or block mask trace anew, even one of the same code."""
+    """Have another function trace anew, even one of the same code.
+
+    One that is made in the graph has no mark: torch.compile guards what it captures, which must be
+    constants. Where it is not, torch.compile finds no __get__, and would raise at `mark`.
+    """
     if isinstance(x, types.FunctionType):
+        if not hasattr(x, "__get__"):
+            torch._dynamo.graph_break(msg=CAPTURES)
         mark(x)
-        if x.cuattn_mark == "":  # type: ignore[attr-defined] # the comparison is the guard
+        if getattr(x, "cuattn_mark", None) == "":  # the comparison is the guard
             raise AssertionError
-    elif x is not None:
-        id(x)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def keep(functions: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> int:
+def keep(
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+    recipe: int | None,
+    options: tuple[tuple[str, Any], ...],
+) -> int:
     """Keep what of a call is no tensor, while a graph is made, and return its number.
+
+    torch.compile guards which object a block mask is; one that is made in the graph comes by the
+    number of its recipe. One of torch that is made there is no object yet, and gives -1.
 
     Raises
     ------
@@ -56,15 +81,18 @@ def keep(functions: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> in
     """
     from ..flex.trace import trace
 
-    call = {**dict(zip(FUNCTIONS, functions, strict=True)), **dict(options)}
-    score = call["score_mod"]
-    arrays = [] if score is None else trace(score, is_score=True).arrays
+    if type(block_mask).__name__ == "BlockMask" and not hasattr(block_mask, "mask_mod"):
+        return -1
+    functions = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
+    arrays = [] if score_mod is None else trace(score_mod, is_score=True).arrays
     if any(getattr(x, "requires_grad", False) for x in arrays):
         raise NotImplementedError(
             f"{NAME}: under torch.compile score_mod must not capture a tensor that requires a "
             "gradient; put torch.compiler.disable around the call, or detach the tensor"
         )
-    kept.append(call)
+    kept.append({**functions, **dict(options)})
+    if recipe is not None:
+        kept[-1]["block_mask"] = recipes[recipe]
     return len(kept) - 1
 
 
@@ -78,8 +106,10 @@ library.define(
 
 
 def given(tensors: tuple[Any, ...], number: int) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
-    return {n: x for n, x in zip(TENSORS, tensors, strict=True) if x is not None} | kept[number]
+    """Return the arguments of a call by name; a block mask of the graph is made anew."""
+    call = {n: x for n, x in zip(TENSORS, tensors, strict=True) if x is not None} | kept[number]
+    recipe = call["block_mask"]
+    return {**call, "block_mask": recipe()} if isinstance(recipe, functools.partial) else call
 
 
 def run(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -156,12 +186,38 @@ torch.library.register_autograd(
 )
 
 
+class MadeInGraph(BlockMask):
+    """A block mask of a graph, which makes it anew whenever it runs; elsewhere made once."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        if "number" in held and "states" not in held:
+            held.update(recipes[self.number]().__dict__)
+        return object.__getattribute__(self, name)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def keep_recipe(mask_mod: Any, lengths: tuple[Any, ...], options: tuple[Any, ...]) -> int:
+    """Keep how a block mask is made, and return its number."""
+    recipes.append(functools.partial(block_mask_builtin, mask_mod, *lengths, **dict(options)))
+    return len(recipes) - 1
+
+
+def create_block_mask(mask_mod: Any, *lengths: Any, **options: Any) -> Any:
+    """Stand for `cuattn.flex.create_block_mask` in a graph."""
+    guard(mask_mod)
+    return MadeInGraph(keep_recipe(mask_mod, lengths, tuple(options.items())))
+
+
 def attend(
     q: Any, k: Any, v: Any, *, score_mod: Any = None, mask_mod: Any = None, block_mask: Any = None,
     return_lse: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Stand for `cuattn.flex_attention` in a graph."""
-    for x in (score_mod, mask_mod, block_mask):
+    for x in (score_mod, mask_mod):
         guard(x)
     others = tuple((n, x) for n, x in options.items() if n not in TENSORS)
     for name, x in others:
@@ -174,7 +230,12 @@ def attend(
             f"{NAME}: block_tables must not be given where a gradient is wanted, as keys in pages "
             "have none; pass k and v in rows, or call it under torch.no_grad()"
         )
-    number = keep((score_mod, mask_mod, block_mask), others)
+    if isinstance(block_mask, MadeInGraph):
+        number = keep(score_mod, mask_mod, None, block_mask.number, others)
+    else:
+        number = keep(score_mod, mask_mod, block_mask, None, others)
+    if number < 0:
+        torch._dynamo.graph_break(msg=OF_TORCH)
     tensors = (q, k, v, *(options.get(n) for n in TENSORS[3:]))
     out, lse = torch.ops.cuattn.flex_attention(*tensors, number)
     return (out, lse) if return_lse else out

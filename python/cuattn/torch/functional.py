@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from .._gradients import FORWARD
+from .._gradients import FORWARD, POSITIONAL
+from .._options import OPS
+from .eager import OPTIONAL, refuse_tangents
 from .gradients import keep, keep_nothing, make_refusal, make_way_back
 from .lookup import FUNCTIONAL
+from .ops import TENSORS
 
 
-def make_function(op: str, save: Any, way_back: Any) -> Any:
-    """Make an op anew as a Function, whose last input holds the options by name."""
+def make_function(op: str, names: tuple[str, ...], save: Any, way_back: Any) -> Any:
+    """Make an op anew as a Function, whose last input holds the options by name.
+
+    `names` are those of the arguments in front of it, by place.
+    """
 
     class Op(torch.autograd.Function):  # type: ignore[misc]
         generate_vmap_rule = True
@@ -40,6 +46,10 @@ def make_function(op: str, save: Any, way_back: Any) -> Any:
             found = way_back(ctx, *gradients)
             return (*found[: ctx.count], None)
 
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> None:
+            refuse_tangents(op, names, tangents)
+
     def function(*arguments: Any, **options: Any) -> Any:
         return Op.apply(*arguments, MappingProxyType(options))
 
@@ -47,5 +57,7 @@ def make_function(op: str, save: Any, way_back: Any) -> Any:
 
 
 for backward, forward in FORWARD.items():
-    FUNCTIONAL[forward] = make_function(forward, keep, make_way_back(backward))
-    FUNCTIONAL[backward] = make_function(backward, keep_nothing, make_refusal(backward))
+    names = (*OPS[forward].positional, *TENSORS[forward])
+    FUNCTIONAL[forward] = make_function(forward, names, keep, make_way_back(backward))
+    names = (*POSITIONAL[backward], *OPTIONAL[backward])
+    FUNCTIONAL[backward] = make_function(backward, names, keep_nothing, make_refusal(backward))

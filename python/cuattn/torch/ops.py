@@ -2,7 +2,8 @@
 """The registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``, and who calls them.
 
 Eager code calls the library at once; while torch traces (torch.compile, fake tensors) or looks on,
-it calls the op. Next: eager.py (gradients of eager code), gradients.py (of the ops), sdpa.py.
+it calls the op. Next: eager.py (gradients of eager code), gradients.py (of the ops), shapes.py,
+sdpa.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .eager import (
 )
 from .eager import empty_out as empty_out
 from .lookup import op_of
+from .shapes import check
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
 SCHEMAS = {
@@ -136,10 +138,13 @@ def attention_shapes(
     *tensors: Any,
     layout: str = "bshd",
     physical_layout: Sequence[int] | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Tell what the op returns, from shapes alone."""
+    options.update(zip(TENSORS["attention"], tensors, strict=False))
+    check({"q": q, "k": k, "v": v, "layout": layout, **options})
     batch, second, third = q.shape[:3]
     lse = (batch, third, second) if layout == "bshd" else (batch, second, third)
     return (
@@ -149,9 +154,18 @@ def attention_shapes(
 
 
 def attention_varlen_shapes(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, return_lse: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Any,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Tell what the op returns, from shapes alone."""
+    names = (*OPS["attention_varlen"].positional[3:], *TENSORS["attention_varlen"])
+    options.update(zip(names, others, strict=False))
+    check({"q": q, "k": k, "v": v, **options})
     lse = (q.shape[1], q.shape[0]) if return_lse else (0,)
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q)),
@@ -191,6 +205,31 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
         if isinstance(x, Tensor) and x.requires_grad:
             return True
     return False
+
+
+def tracked(x: Any) -> bool:
+    """Whether autograd or a transform but vmap follows a tensor, at any level.
+
+    A tensor that vmap maps over does not tell what of it requires grad beneath.
+    """
+    functorch = torch._C._functorch
+    while isinstance(x, Tensor) and not x.requires_grad:
+        if functorch.is_gradtrackingtensor(x) or functorch.is_functionaltensor(x):
+            return True
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, Tensor)
+
+
+def differentiated_within(*arrays: Any) -> bool:
+    """Whether a transform of torch.func around a call wants its way back, or autograd beneath it.
+
+    What is not known counts as wanted.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return torch.is_grad_enabled() and any(map(tracked, arrays))
 
 
 def autocasts(q: Tensor) -> bool:
@@ -292,17 +331,20 @@ def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     options = with_dropout_state(q, options)
     wants_gradient = differentiated(q, k, v, options)
     if wants_gradient or traced(q):
+        wants_gradient |= differentiated_within(q, k, v, *map(options.get, SMALL))
         return run_op(op, arguments, options, wants_gradient)
     options.pop("deterministic", None)
     return RUN[op](*arguments, **options)
 
 
 def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **options: Any) -> Any:
-    """Run an op whose gradient autograd wants: what `cuattn.attention` cannot do itself."""
+    """Run an op whose gradient autograd wants, or a transform: what `cuattn.attention` cannot."""
     if not options and not autocasts(q) and not observed(q, (k, v)):
         return attend(op, (q, k, v, *sizes), options)
-    arguments = (*autocast(q, k, v), *sizes)
-    return run_op(op, arguments, with_dropout_state(q, options), True)
+    q, k, v = autocast(q, k, v)
+    arrays = (q, k, v, *map(options.get, SMALL))
+    wants_gradient = differentiated(q, k, v, options) or differentiated_within(*arrays)
+    return run_op(op, (q, k, v, *sizes), with_dropout_state(q, options), wants_gradient)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

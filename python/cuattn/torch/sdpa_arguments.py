@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .eager import WIDEST
-from .ops import traced
+from .ops import differentiated_within, traced
 
 OP = "scaled_dot_product_attention"
 LARGEST, STEP = 512, 8  # head_dim; of one that has a gradient WIDEST
@@ -122,8 +122,9 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
     if query.dtype == torch.float64:
         return "float64"
     most, words = LARGEST, ""
-    given = (x for x in (query, key, value, attn_mask) if x is not None)
-    if traced(query) or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+    given = [x for x in (query, key, value, attn_mask) if x is not None]
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if wants_gradient or torch.compiler.is_compiling() or differentiated_within(*given):
         most, words = WIDEST, " with a gradient"
     for x in (query, value):
         if not 0 < x.shape[-1] <= most:

@@ -7,15 +7,23 @@ graph, as it did without this file, and runs as it stands. Next: ../_tracing.py,
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
+
+from .. import flex
 
 # Not of cuattn itself, where ranges may be around them.
 from ..attention import attention as attention_builtin
 from ..attention import attention_varlen as attention_varlen_builtin
 from ..flex.attention import flex_attention as flex_builtin
+from ..flex.block_mask import create_block_mask
 from . import flex_ops, ops
+
+# Of cuattn.flex, what graphs may hold; the rest runs where one is broken, as torch.compile cannot
+# trace what makes symbols of functions and numbers.
+IN_GRAPHS = ("masks", "scores", "lengths")
 
 
 def fits(op: str, q: Any, options: dict[str, Any]) -> bool:
@@ -59,5 +67,9 @@ def substitute() -> None:
         (attention_builtin, attention),
         (attention_varlen_builtin, attention_varlen),
         (flex_builtin, flex_ops.attend),
+        (create_block_mask, flex_ops.create_block_mask),
     ):
         torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(function)
+    for module in pkgutil.iter_modules(flex.__path__):
+        if module.name not in IN_GRAPHS:
+            torch._dynamo.trace_rules.add(f"{flex.__name__}.{module.name}")
