@@ -183,16 +183,17 @@ nb::object dequantize(nb::handle x, nb::handle scale, nb::handle layout, nb::han
 
 void add_float8(nb::module_& m) {
   m.def(
-      "quantize", &quantize, nb::arg("x"), nb::arg("layout"), nb::arg("hadamard"), nb::arg("scale"),
-      nb::arg("channels"), nb::arg("mean").none(), nb::arg("shift_mean").none(), nb::arg("columns"),
-      nb::arg("int8"), nb::arg("stream").none(),
+      "quantize", &quantize, nb::arg("x").none(), nb::arg("layout").none(),
+      nb::arg("hadamard").none(), nb::arg("scale").none(), nb::arg("channels"),
+      nb::arg("mean").none(), nb::arg("shift_mean").none(), nb::arg("columns"), nb::arg("int8"),
+      nb::arg("stream").none(),
       "Codes, scale, mean and shift of cuattn_quantize. A tuple for scale or mean is the shape of "
       "one that is made; columns: codes are [batch, heads, dim, rows], rows padded to 16; int8: "
       "codes "
       "of int8, by rows.");
-  m.def("dequantize", &dequantize, nb::arg("x"), nb::arg("scale"), nb::arg("layout"),
-        nb::arg("channels"), nb::arg("dtype"), nb::arg("out").none(), nb::arg("stream").none(),
-        "cuattn.dequantize");
+  m.def("dequantize", &dequantize, nb::arg("x").none(), nb::arg("scale").none(),
+        nb::arg("layout").none(), nb::arg("channels").none(), nb::arg("dtype").none(),
+        nb::arg("out").none(), nb::arg("stream").none(), "cuattn.dequantize");
 }
 
 }  // namespace cuattn::bindings

@@ -105,6 +105,12 @@ def check_rope(
         raise TypeError(
             f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
         )
+    for table in rope:
+        if not hasattr(table, "__dlpack__"):
+            raise TypeError(
+                f"{op}: rope must be two arrays (cos, sin), got {type(table).__name__} among them; "
+                "convert it first"
+            )
     cos, sin = (library.own(table) for table in rope)
     shape = tuple(cos.shape)
     fits = len(shape) == 2 and shape[0] > 0 and 2 * shape[1] <= q.shape[-1]

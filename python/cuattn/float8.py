@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from . import _core
 from ._arrays import Array, ArrayT, is_jax, operations
+from ._rope_scaling import is_number
 from .attention import attention
 
 if TYPE_CHECKING:
     from ._types import Layout
 
 MODES = ("tensor", "head", "block", "int8")
+NUMBERS = ("float32", "float16", "bfloat16")
 V_MODES = ("tensor", "head", "channel")
 BLOCK = 128  # rows that share a scale in mode "block"
 
@@ -157,8 +162,10 @@ def quantize(
     dtype(bfloat16)
     """
     check_modes(mode, v_mode, q)
+    check_smoothing(smooth_k, key_mean, scale)
     v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
     of_q, of_k, of_v = sizes_of("q", q, layout), sizes_of("k", k, layout), sizes_of("v", v, layout)
+    check_agreement(of_q, of_k, of_v)
     batch, _, heads_kv, dim = of_k
     int8 = mode == "int8"
     mean: Any = key_mean
@@ -218,6 +225,11 @@ def quantize_like(
     >>> cuattn.quantize_like(np.full((1, 1, 16), 3.0, np.float32), 0.5)[0, 0, :2].tolist()
     [6.0, 6.0]
     """
+    if isinstance(scale, (tuple, list)):  # a tuple is a shape to `run`
+        raise TypeError(
+            f"quantize: scale must be a number or a float32 array, got {scale!r}; make an array of "
+            "it, in the library of x"
+        )
     return run(x, layout, hadamard, scale, stream=stream)[0]
 
 
@@ -267,12 +279,19 @@ def dequantize(
     >>> cuattn.dequantize(codes, 0.5, dtype="float32")[0, 0, :2].tolist()
     [3.0, 3.0]
     """
+    if not isinstance(dtype, str):
+        raise TypeError(f"dequantize: dtype must be a string, got {dtype!r}; pass a str")
+    if dtype not in NUMBERS:
+        raise ValueError(
+            f"dequantize: dtype must be float32, float16 or bfloat16, got {dtype!r}; choose one of "
+            "these"
+        )
     result = _core.dequantize(x, scale, layout, channels, dtype, out, stream)
     if result is not NotImplemented:
         return result
     from .jax import float8
 
-    return float8.dequantize(x, scale, layout, channels, dtype)
+    return float8.dequantize(x, scale, layout, channels, dtype, out, stream)
 
 
 def run(
@@ -295,7 +314,7 @@ def run(
         return result
     from .jax import float8
 
-    return float8.quantize(x, layout, hadamard, scale, channels, mean, shift_mean, int8)
+    return float8.quantize(x, layout, hadamard, scale, channels, mean, shift_mean, int8, stream)
 
 
 def scaled(shift: Any, factor: Any, stream: Any) -> Any:
@@ -320,6 +339,48 @@ def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
             raise NotImplementedError(
                 f"quantize: {name} must be 'head' or 'tensor' for packed arrays, got {word!r}, "
                 "whose scales belong to sequences; quantise them one by one"
+            )
+
+
+def check_smoothing(smooth_k: Any, key_mean: Any, scale: Any) -> None:
+    """Refuse what says how keys are smoothed and is not of its kind."""
+    if not isinstance(smooth_k, (bool, np.bool_)):
+        raise TypeError(f"quantize: smooth_k must be True or False, got {smooth_k!r}; pass a bool")
+    if key_mean is not None and not hasattr(key_mean, "shape"):
+        raise TypeError(
+            "quantize: key_mean must be a float32 array [num_heads_kv, head_dim], got "
+            f"{type(key_mean).__name__}; make an array of it, in the library of k"
+        )
+    shape = getattr(key_mean, "shape", (1, 1))
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            "quantize: key_mean must have shape (num_heads_kv, head_dim), got "
+            f"{tuple(shape)}; reshape it"
+        )
+    if scale is None or getattr(scale, "shape", None) == ():
+        return
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        raise TypeError(f"quantize: scale must be a number, got {scale!r}; pass that of attention")
+    if not is_number(scale):
+        raise ValueError(f"quantize: scale must be finite, got {scale!r}; pass that of attention")
+
+
+def check_agreement(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """Refuse sizes of q, k and v that `attention` would refuse."""
+    if q[2] % max(k[2], 1) != 0 or (k[2] == 0) != (q[2] == 0):
+        raise ValueError(
+            "quantize: q must have a multiple of the heads of k, got "
+            f"{q[2]} for {k[2]}; pass keys whose heads divide those of q"
+        )
+    for name, what, sizes, axis in (
+        ("k", "head_dim", (q, k), 3), ("k", "batch", (q, k), 0),
+        ("v", "batch", (k, v), 0), ("v", "seqlen", (k, v), 1), ("v", "heads", (k, v), 2),
+    ):  # fmt: skip
+        wanted, got = (x[axis] for x in sizes)
+        if wanted != got:
+            raise ValueError(
+                f"quantize: {name} must have {what} {wanted} like {'q' if name == 'k' else 'k'}, "
+                f"got {got}; pass arrays of one call of attention"
             )
 
 

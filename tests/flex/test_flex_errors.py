@@ -50,6 +50,23 @@ REFUSED = {
         lambda: call(mask_mod=CAUSAL, seqused_k=np.array([31, 1], np.int32)),
         r"flex_attention: seqused_k must lie within \[0, 30\], got 31",
     ),
+    "used list": (
+        TypeError,
+        lambda: call(mask_mod=CAUSAL, seqused_k=[30, 1]),
+        "flex_attention: seqused_k must be an array .*, got list; convert it first",
+    ),
+    "ends list": (
+        TypeError,
+        lambda: cuattn.flex_attention(
+            *(x[0] for x in (Q, K, K)),
+            mask_mod=CAUSAL,
+            cu_seqlens_q=[0, 20],
+            cu_seqlens_k=[0, 30],
+            max_seqlen_q=20,
+            max_seqlen_k=30,
+        ),
+        "flex_attention: cu_seqlens_q must be an array .*, got list; convert it first",
+    ),
     "lengths": (
         ValueError,
         lambda: call(block_mask=block_mask(2, 4, 20, 31)),

@@ -131,6 +131,41 @@ QUANTIZE = {
         "dequantize: x must be float8_e4m3fn, got float32; cast it"),
     "back_to_itself": (lambda: cuattn.dequantize(K, 1.0, out=K), ValueError,
         "dequantize: out must be float32, float16 or bfloat16, got float8_e4m3fn; cast it"),
+    "scale_of_a_tuple": (lambda: cuattn.quantize_like(X, (1, 2)), TypeError,
+        "quantize: scale must be a number or a float32 array, got (1, 2); make an array of it, in "
+        "the library of x"),
+    "scale_of_none": (lambda: cuattn.quantize_like(X, None), TypeError,
+        "quantize: scale must be a number, got None; pass a float"),
+    "x_of_none": (lambda: cuattn.quantize_like(None, 1.0), TypeError,
+        "quantize: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
+        "NoneType; convert it first"),
+    "layout_of_none": (lambda: cuattn.quantize(X, X, X, layout=None), TypeError,
+        "quantize: layout must be a string, got None; pass a str"),
+    "hadamard_of_none": (lambda: cuattn.quantize_like(X, 1.0, hadamard=None), TypeError,
+        "quantize: hadamard must be True or False, got None; pass a bool"),
+    "smooth_k_of_1": (lambda: cuattn.quantize(X, X, X, smooth_k=1), TypeError,
+        "quantize: smooth_k must be True or False, got 1; pass a bool"),
+    "key_mean_of_a_list": (lambda: cuattn.quantize(X, X, X, key_mean=[1.0]), TypeError,
+        "quantize: key_mean must be a float32 array [num_heads_kv, head_dim], got list; make an "
+        "array of it, in the library of k"),
+    "key_mean_of_one_axis": (lambda: cuattn.quantize(X, X, X, key_mean=ones(32)), ValueError,
+        "quantize: key_mean must have shape (num_heads_kv, head_dim), got (32,); reshape it"),
+    "scale_of_text": (lambda: cuattn.quantize(X, X, X, scale="x"), TypeError,
+        "quantize: scale must be a number, got 'x'; pass that of attention"),
+    "scale_of_nan": (lambda: cuattn.quantize(X, X, X, scale=float("nan")), ValueError,
+        "quantize: scale must be finite, got nan; pass that of attention"),
+    "keys_of_another_dim": (lambda: cuattn.quantize(X, X[..., :16], X), ValueError,
+        "quantize: k must have head_dim 32 like q, got 16; pass arrays of one call of attention"),
+    "keys_of_more_heads": (lambda: cuattn.quantize(X[:, :, :1], X, X), ValueError,
+        "quantize: q must have a multiple of the heads of k, got 1 for 2; pass keys whose heads "
+        "divide those of q"),
+    "values_of_fewer_rows": (lambda: cuattn.quantize(X, X, X[:, :5]), ValueError,
+        "quantize: v must have seqlen 20 like k, got 5; pass arrays of one call of attention"),
+    "back_to_none": (lambda: cuattn.dequantize(K, 1.0, dtype=None), TypeError,
+        "dequantize: dtype must be a string, got None; pass a str"),
+    "back_to_float64": (lambda: cuattn.dequantize(K, 1.0, dtype="float64"), ValueError,
+        "dequantize: dtype must be float32, float16 or bfloat16, got 'float64'; choose one of "
+        "these"),
     "list": (lambda: cuattn.quantize_like([1.0], 1.0), TypeError,
         "quantize: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
         "list; convert it first"),
@@ -143,6 +178,61 @@ def test_quantisation_says_what_is_wrong(name):
     with pytest.raises(error) as refused:
         call()
     assert str(refused.value) == message
+
+
+CODES = codes(1, 20, 2, 32)
+ALIKE = {
+    "layout": lambda put: cuattn.quantize_like(put(X), 1.0, layout="nhd"),
+    "axes": lambda put: cuattn.quantize_like(put(X[0, 0]), 1.0),
+    "dim": lambda put: cuattn.quantize_like(put(X[..., :24]), 1.0),
+    "numbers": lambda put: cuattn.quantize_like(put(X.astype(np.int32)), 1.0),
+    "hadamard": lambda put: cuattn.quantize_like(put(X), 1.0, hadamard=1),
+    "scale_of_0": lambda put: cuattn.quantize_like(put(X), 0.0),
+    "scale_less_than_0": lambda put: cuattn.quantize_like(put(X), put(-ones(2))),
+    "scale_of_3_heads": lambda put: cuattn.quantize_like(put(X), put(ones(3))),
+    "scale_of_blocks": lambda put: cuattn.quantize_like(put(X), put(ones(1, 2, 3))),
+    "scale_of_16_bits": lambda put: cuattn.quantize_like(put(X), put(ones(2).astype(np.float16))),
+    "mean_of_1_head": lambda put: cuattn.quantize(*[put(X)] * 3, key_mean=put(ones(1, 32))),
+    "mean_of_16_bits": lambda put: cuattn.quantize(
+        *[put(X)] * 3, key_mean=put(ones(2, 32).astype(np.float16))
+    ),
+    "codes_of_floats": lambda put: cuattn.dequantize(put(X), 1.0),
+    "codes_by_a_scale_of_channels": lambda put: cuattn.dequantize(put(CODES), put(ones(1, 2, 32))),
+    "channels": lambda put: cuattn.dequantize(put(CODES), 1.0, channels=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_jax_arrays_are_refused_as_those_of_numpy(name):
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises((TypeError, ValueError)) as expected:
+        ALIKE[name](np.asarray)
+    with pytest.raises(expected.type) as refused:
+        ALIKE[name](jnp.asarray)
+    assert str(refused.value) == str(expected.value)
+
+
+def test_jax_arrays_come_without_out_and_stream():
+    jnp = pytest.importorskip("jax.numpy")
+    out = jnp.zeros(CODES.shape, jnp.float32)
+    for call in (
+        lambda: cuattn.dequantize(jnp.asarray(CODES), 1.0, dtype="float32", out=out),
+        lambda: cuattn.dequantize(jnp.asarray(CODES), 1.0, stream=1),
+        lambda: cuattn.quantize_like(jnp.asarray(X), 1.0, stream=1),
+    ):
+        with pytest.raises(NotImplementedError, match=r"must be None for JAX arrays"):
+            call()
+    with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16, got 'int8'"):
+        cuattn.dequantize(jnp.asarray(CODES), 1.0, dtype="int8")
+
+
+def test_jax_takes_scales_of_some_heads(rng):
+    jnp = pytest.importorskip("jax.numpy")
+    x = rng.standard_normal((2, 140, 4, 32), np.float32)
+    scale = rng.uniform(0.01, 0.02, (2, 2, 2)).astype(np.float32)
+    expected = cuattn.quantize_like(x, scale).view(np.uint8)
+    found = np.asarray(cuattn.quantize_like(jnp.asarray(x), jnp.asarray(scale))).view(np.uint8)
+    assert (found == expected).all()
 
 
 def test_what_smoothing_does_not_go_with():

@@ -223,6 +223,7 @@ REFUSED = [
     ({"context_lens": np.array([-1, 3], np.int32)}, ValueError, "context_lens must be from 0"),
     ({"stream": 0}, ValueError, "stream must be None for arrays on the CPU"),
     ({"rope": COS}, TypeError, r"rope must be two arrays \(cos, sin\), got ndarray"),
+    ({"rope": (COS, None)}, TypeError, r"rope must be two arrays .*, got NoneType among them"),
     ({"rope": (COS, COS[:, :4])}, ValueError, "rope must be cos and sin of one shape"),
     ({"rope": (np.zeros((9, 9), np.float32),) * 2}, ValueError, "rotary_dim at most 16"),
     (

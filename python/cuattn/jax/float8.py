@@ -12,9 +12,89 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .call import is_array, refuse
+from .fused import flag, number
+
+NUMBERS = ("float32", "float16", "bfloat16")
+MOST_DIM, DIM_STEP = 256, 16
 LARGEST, MOST_INT8 = 448.0, 127.0
 BLOCK = 128
 LEAST = float(np.finfo(np.float32).tiny)
+NUMBERS_TEXT = "float32, float16 or bfloat16"
+
+
+def check_rows(op: str, x: jax.Array, layout: str) -> None:
+    """Raise for an array of rows that the compiled module would not take either."""
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"{op}: x must have 3 or 4 axes, got {x.ndim}; pass [total, heads, dim] or the axes of "
+            "layout"
+        )
+    if not isinstance(layout, str):
+        raise TypeError(f"{op}: layout must be a string, got {layout!r}; pass a str")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(
+            f"{op}: layout must be 'bshd' or 'bhsd', got {layout!r}; choose one of these"
+        )
+    dim = x.shape[-1]
+    if not DIM_STEP <= dim <= MOST_DIM or dim % DIM_STEP != 0:
+        raise ValueError(
+            f"{op}: x must have dim a multiple of {DIM_STEP} up to {MOST_DIM}, got {dim}; pad it "
+            "with zeros"
+        )
+
+
+def checked_scale(op: str, scale: Any, sizes: tuple[int, ...], channels: bool) -> Any:
+    """Return a scale of [batch, heads, rows, dim] that is given; refuse what it cannot be."""
+    if not is_array(scale):
+        with np.errstate(over="ignore"):
+            scale = np.float32(number(op, "scale", scale))
+    elif scale.dtype != jnp.float32:
+        raise ValueError(f"{op}: scale must be float32, got {scale.dtype}; cast it")
+    batch, heads, rows, dim = sizes
+    parts, shape = dim if channels else -(-rows // BLOCK), tuple(scale.shape)
+    if shape not in ((), (1,)):
+        first = len(shape) > 1
+        of_heads = shape[first] if len(shape) <= 3 else 0
+        if (
+            of_heads < 1
+            or heads % of_heads != 0
+            or (first and shape[0] != batch)
+            or shape[2:] not in ((), (parts,))
+        ):
+            part = "dim" if channels else f"ceil(rows / {BLOCK})"
+            raise ValueError(
+                f"{op}: scale must have shape (1,), (heads,), (batch, heads), each with {heads} "
+                f"heads or a divisor of it, or (batch, heads, {part}) = ({batch}, {heads}, "
+                f"{parts}), got {shape}; allocate it so"
+            )
+    if not isinstance(scale, jax.core.Tracer) and is_on_host(scale):
+        values = np.asarray(scale).reshape(-1)
+        wrong = values[~(np.isfinite(values) & (values > 0))]
+        if wrong.size:
+            raise ValueError(
+                f"{op}: scale must hold finite numbers above 0, got {wrong[0]:g}; value = stored * "
+                "scale"
+            )
+    return scale
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether the numbers of an array can be read without waiting for a device."""
+    return not isinstance(x, jax.Array) or all(d.platform == "cpu" for d in x.devices())
+
+
+def check_mean(op: str, mean: Any, sizes: tuple[int, ...]) -> None:
+    """Raise for a mean of keys, given, that does not belong to [batch, heads, rows, dim]."""
+    if mean.dtype != jnp.float32:
+        raise ValueError(f"{op}: mean must be float32, got {mean.dtype}; cast it")
+    batch, heads, _, dim = sizes
+    shape = tuple(mean.shape)
+    if shape[1:] != (heads, dim) or shape[0] not in (1, batch):
+        raise ValueError(
+            f"{op}: mean must have shape (batch, heads, dim) = ({batch}, {heads}, {dim}), got "
+            f"{shape}; allocate it so"
+        )
 
 
 def signs(dim: int) -> np.ndarray:
@@ -77,9 +157,10 @@ def spread(scale: Any, shape: tuple[int, ...], channels: bool) -> jax.Array:
     batch, heads, rows, _ = shape
     if scale.size == 1:
         return scale.reshape(1, 1, 1, 1)
-    if scale.ndim == 3 and channels:
-        return scale[:, :, None]
     if scale.ndim == 3:
+        scale = jnp.repeat(scale, heads // scale.shape[1], axis=1)
+        if channels:
+            return scale[:, :, None]
         return jnp.repeat(scale, BLOCK, axis=2)[:, :, :rows, None]
     scale = jnp.broadcast_to(scale, (batch, scale.shape[-1]))
     return jnp.repeat(scale, heads // scale.shape[-1], axis=1)[:, :, None, None]
@@ -94,9 +175,20 @@ def quantize(
     mean: Any,
     shift_mean: Any,
     int8: bool,
+    stream: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
+    op = "quantize"
+    refuse(op, stream=stream)
+    check_rows(op, x, layout)
+    if str(x.dtype) not in NUMBERS:
+        raise ValueError(f"{op}: x must be {NUMBERS_TEXT}, got {x.dtype}; cast it")
+    flag(op, "hadamard", hadamard)
     wide = heads_first(x, layout).astype(jnp.float32)
+    if not isinstance(scale, tuple):
+        scale = checked_scale(op, scale, wide.shape, channels)
+    if mean is not None and not isinstance(mean, tuple):
+        check_mean(op, mean, wide.shape)
     shift = made_mean = made_scale = None
     most = MOST_INT8 if int8 else LARGEST
     if shift_mean is not None:
@@ -120,10 +212,19 @@ def quantize(
     return codes, made_scale, made_mean, shift
 
 
-def dequantize(x: jax.Array, scale: Any, layout: str, channels: bool, dtype: str) -> jax.Array:
+def dequantize(
+    x: jax.Array, scale: Any, layout: str, channels: bool, dtype: str, out: Any, stream: Any
+) -> jax.Array:
     """Make numbers of codes."""
+    op = "dequantize"
+    refuse(op, out=out, stream=stream)
+    check_rows(op, x, layout)
+    flag(op, "channels", channels)
     if x.dtype == jnp.uint8:
         x = jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
+    if x.dtype not in (jnp.float8_e4m3fn, jnp.int8):
+        raise ValueError(f"{op}: x must be float8_e4m3fn, got {x.dtype}; cast it")
     wide = heads_first(x, layout).astype(jnp.float32)
+    scale = checked_scale(op, scale, wide.shape, channels)
     found = wide * spread(scale, wide.shape, channels)
     return as_given(found.astype(dtype), x.ndim, layout)
