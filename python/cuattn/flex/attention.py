@@ -260,7 +260,7 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     """Return the shapes of a call; None where they do not fit together."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
     given = [options.get(name) for name in (*RAGGED[:2], "seqused_q", "seqused_k")]
-    if any(not hasattr(x, "dtype") for x in given if x is not None):
+    if any(not hasattr(x, "shape") for x in given if x is not None):
         return None  # lists, which the call refuses by name
     if any(
         is_cuda(x) or runs_in_xla(x) for x in given if x is not None
