@@ -5,10 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Refuse what is not True or False, arrays too."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}; pass a bool")
+
 
 def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_layout: str) -> None:
     """Raise for what attention_varlen cannot do without."""
-    if block_tables is None and kv_layout != "nhd":
+    if block_tables is None and not (isinstance(kv_layout, str) and kv_layout == "nhd"):
         raise ValueError(
             "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
             f"block_tables, got {kv_layout!r}; leave it out"

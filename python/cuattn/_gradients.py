@@ -35,7 +35,13 @@ def forward_options(op: str) -> Iterator[Option]:
 def check_need(op: str, need: Sequence[str]) -> tuple[str, ...]:
     """Refuse what is no sequence of different gradients."""
     names = tuple(need) if isinstance(need, (tuple, list)) else (need,)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(GRADIENTS):
+    are_words = all(isinstance(name, str) for name in names)  # others may have no hash
+    if (
+        not are_words
+        or not names
+        or len(set(names)) < len(names)
+        or not set(names) <= set(GRADIENTS)
+    ):
         raise ValueError(
             f"{op}: need must name one or more of {', '.join(GRADIENTS)}, each once, got {need!r}; "
             "pass a tuple of names"

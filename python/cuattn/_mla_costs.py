@@ -99,7 +99,7 @@ def refusal(form: str, e: Extents, backend: str = "auto") -> str | None:
 
 def choose(op: str, form: str | None, e: Extents, itemsize: int, backend: str = "auto") -> str:
     """Return the form that was asked for, or else the one whose estimate is the smaller."""
-    if form is not None and form not in FORMS:
+    if form is not None and not (isinstance(form, str) and form in FORMS):
         raise ValueError(
             f"{op}: form must be 'explicit', 'absorbed' or None, got {form!r}; None chooses by cost"
         )

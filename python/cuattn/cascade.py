@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _arrays
 from ._arrays import Array, ShapedArray, ShapedT
+from ._checks import check_flag
 from ._kv_shapes import BLOCK_SIZE_AXIS
 from ._overlap import refuse_shared
 from ._prefix import (
@@ -113,6 +114,7 @@ def cascade_attention(
     Cascade inference: FlashInfer, arXiv:2501.01005, section 3.2; Hydragen, arXiv:2402.05099.
     """
     require_library(q=q, shared_k=shared_k, shared_v=shared_v)
+    check_flag("cascade_attention", "return_lse", return_lse)
     check_shapes("cascade_attention", shape_of(q), shape_of(shared_k), shape_of(shared_v))
     refuse_shared_outputs(locals())
     *rows, heads, head_dim = q.shape

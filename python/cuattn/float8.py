@@ -7,10 +7,9 @@ import dataclasses
 import numbers
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import _core
 from ._arrays import Array, ArrayT, is_jax, operations
+from ._checks import check_flag
 from ._rope_scaling import is_number
 from .attention import attention
 
@@ -330,7 +329,7 @@ def scaled(shift: Any, factor: Any, stream: Any) -> Any:
 def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
     """Refuse words that are none, and what packed arrays have no scales for."""
     for name, word, known in (("mode", mode, MODES), ("v_mode", v_mode, V_MODES)):
-        if word is not None and word not in known:
+        if word is not None and not (isinstance(word, str) and word in known):
             raise ValueError(
                 f"quantize: {name} must be one of {', '.join(map(repr, known))}, got {word!r}; "
                 "choose one of these"
@@ -344,8 +343,7 @@ def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
 
 def check_smoothing(smooth_k: Any, key_mean: Any, scale: Any) -> None:
     """Refuse what says how keys are smoothed and is not of its kind."""
-    if not isinstance(smooth_k, (bool, np.bool_)):
-        raise TypeError(f"quantize: smooth_k must be True or False, got {smooth_k!r}; pass a bool")
+    check_flag("quantize", "smooth_k", smooth_k)
     if key_mean is not None and not hasattr(key_mean, "shape"):
         raise TypeError(
             "quantize: key_mean must be a float32 array [num_heads_kv, head_dim], got "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, wants_gradient
 from ._call import refuse_tables_of_jax
+from ._checks import check_flag
 from ._mla_costs import choose, read_extents
 from ._overlap import refuse_shared
 from .attention import attention
@@ -366,6 +367,8 @@ def mla_attention(
         dtype = arrays["q"].dtype
         if str(array.dtype) != str(dtype):
             raise ValueError(f"{op}: {name} must be {dtype} like q, got {array.dtype}; cast it")
+    check_flag(op, "causal", causal)
+    check_flag(op, "return_lse", return_lse)
     shapes = {name: None if a is None else a.shape for name, a in arrays.items()}
     extents = read_extents(op, shapes, causal, v_latent is k_latent)
     chosen = choose(op, form, extents, dtype.itemsize, backend)

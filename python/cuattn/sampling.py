@@ -82,7 +82,7 @@ def sample(
     >>> cuattn.sample(logits, seed=np.array([7, 8]), top_k=1)
     array([0, 2], dtype=int32)
     """
-    if order not in ("top_k_first", "joint"):
+    if not isinstance(order, str) or order not in ("top_k_first", "joint"):
         raise ValueError(
             f"sample: order must be 'top_k_first' or 'joint', got {order!r}; choose one of these"
         )

@@ -97,6 +97,11 @@ def flex_attention_backward(
     need = check_need(NAME, need)
     arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "need": need}
     arguments |= options
+    if not isinstance(arrays, tuple | list):
+        raise TypeError(
+            f"{NAME}: arrays must be a tuple or list of arrays that score_mod captures, got "
+            f"{type(arrays).__name__}; () is none"
+        )
     if runs_in_xla(q):
         from ..jax.flex import go_back
 

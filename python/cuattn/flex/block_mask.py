@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._checks import check_flag
 from . import masks
 from .evaluate import Host, bounds, evaluate, on_host
 from .trace import Traced, trace
@@ -488,6 +489,7 @@ def create_block_mask(
                 f"{name}: {field} must be a whole number from 0 to 2^31 - 1025, got {n!r}; pass "
                 "that of the arrays"
             )
+    check_flag("create_block_mask", "exact", exact)
     traced = trace(mask_mod)
     if any(map(is_jax_tracer, traced.arrays)):
         raise NotImplementedError(

@@ -226,7 +226,7 @@ def read(x: Any) -> Expr:
 def in_int32(x: int, what: str) -> int:
     """Return a whole number that indices are computed with."""
     if not -INT32_MAX <= x <= INT32_MAX:
-        raise TraceError(f"{what} must lie within int32, got {x}; indices are int32")
+        raise TraceError(f"{what} must lie within int32, got {x}; indices are int32 above -2^31")
     return x
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._checks import check_flag
 from .call import (
     Static,
     check_arrays,
@@ -77,8 +78,7 @@ def number(op: str, name: str, value: Any, kind: type = float) -> Any:
 
 def flag(op: str, name: str, value: Any) -> int:
     """Read True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}; pass a bool")
+    check_flag(op, name, value)
     return int(value)
 
 

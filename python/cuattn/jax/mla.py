@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _core
+from .._checks import check_flag
 from .._options import PLACES
 from .call import (
     Static,
@@ -160,10 +161,7 @@ def mla_write(
             f"{op}: cos, sin and positions must not be given without kpe, which they rotate; "
             "leave them out"
         )
-    if not isinstance(rope_interleaved, bool):
-        raise TypeError(
-            f"{op}: rope_interleaved must be True or False, got {rope_interleaved!r}; pass a bool"
-        )
+    check_flag(op, "rope_interleaved", rope_interleaved)
     check_sides(op, arrays)
     static = static_of(op, rope_interleaved=rope_interleaved, devices=possible_devices(op, arrays))
     register()
@@ -188,8 +186,7 @@ def mla_project(x: Any, proj: Any, transpose: Any, out: None, stream: None) -> j
     """`cuattn.mla_project` on JAX arrays, with gradients."""
     op = "mla_project"
     refuse(op, out=out, stream=stream)
-    if not isinstance(transpose, bool):
-        raise TypeError(f"{op}: transpose must be True or False, got {transpose!r}; pass a bool")
+    check_flag(op, "transpose", transpose)
     arrays = check_arrays(op, {"x": x, "proj": proj})
     x, proj = arrays["x"], arrays["proj"]
     axis = 2 if transpose else 1
