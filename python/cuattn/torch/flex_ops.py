@@ -36,6 +36,11 @@ OF_TORCH = (
     f"{NAME}: a BlockMask of torch must be made outside of compiled code; make it there, or call "
     "cuattn.flex.create_block_mask"
 )
+OUTSIDE = (
+    f"{NAME}: a BlockMask of torch, or from outside of compiled code, is in no graph of torch "
+    "below 2.12; let compiled code make one by cuattn.flex.create_block_mask"
+)
+HOLDS_OBJECTS = torch.__version__ >= (2, 12)  # by whose identity graphs may be guarded
 marks = itertools.count()
 
 
@@ -232,6 +237,8 @@ def attend(
         )
     if isinstance(block_mask, MadeInGraph):
         number = keep(score_mod, mask_mod, None, block_mask.number, others)
+    elif block_mask is not None and not HOLDS_OBJECTS:
+        torch._dynamo.graph_break(msg=OUTSIDE)
     else:
         number = keep(score_mod, mask_mod, block_mask, None, others)
     if number < 0:
