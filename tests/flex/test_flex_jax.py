@@ -163,3 +163,14 @@ def test_options_are_refused_while_jax_traces(wrong, message):
     for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda q: f(q).sum())):
         with pytest.raises((TypeError, ValueError), match=f"^flex_attention: {message}"):
             transform(lambda q: cuattn.flex_attention(q, q, q, **wrong))(q)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_what_fits_no_call_is_refused_by_name(transform):
+    """Eager calls returned NotImplemented, traced ones an error of XLA's."""
+    q = jax.numpy.ones((1, 8, 2, 16))
+    call = lambda q, k=q, **given: cuattn.flex_attention(q, k, k, **given)  # noqa: E731
+    with pytest.raises(TypeError, match=r"^flex_attention: seqused_k must be .* got list"):
+        transform(lambda q: call(q, seqused_k=[8]))(q)
+    with pytest.raises(ValueError, match=r"^flex_attention: k must have 4 axes"):
+        transform(lambda q: call(q, q[0]))(q)

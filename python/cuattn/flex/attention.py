@@ -108,7 +108,7 @@ def flex_attention(
         return attend(arguments, score_mod, mask_mod, block_mask)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
-        return _core.flex_attention(arguments, {})
+        return run(arguments, {})
     given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
     found = find_for(arguments, problem, score, given, block_mask)
     if "kernel" in found:  # which its functor is compiled for

@@ -32,7 +32,7 @@ from .call import (
     structs_of,
 )
 from .flex_ops import DeviceCall, shapes_in
-from .ops import ARRAYS, NUMBERS, result_shapes
+from .ops import ARRAYS, NUMBERS, SCALES, result_shapes
 from .sharding import explicit_mesh
 
 
@@ -137,6 +137,13 @@ class HostCall:
 
     def check(self) -> None:
         """Refuse what the library would when it is called back: there it is an error of XLA's."""
+        for name, x in self.options.items():
+            is_one = name in SCALES or hasattr(x, "__dlpack__")
+            if name in TAKEN and x is not None and not is_one:
+                raise TypeError(
+                    f"flex_attention: {name} must be a JAX array like q, got {type(x).__name__}; "
+                    "convert it first"
+                )
         options = {o.name: self.options.get(o.name, o.default) for o in NUMBERS}
         arrays = dict(zip(self.names, self.shapes, strict=False))
         _core.flex_workspace(shapes_in(arrays, options), {}, -1)
