@@ -290,3 +290,19 @@ def test_captured_arrays_of_another_library_are_read_by_what_they_offer(library,
         )  # fmt: skip
 
     assert torch.equal(call(*others), call(ids, bias))
+
+
+def test_a_state_of_another_library_may_hold_a_seed_of_64_bits(rng):
+    """It was taken for a captured array, whose numbers are of 32."""
+    q = leaves(rng, (1, 20, 2, 16))[0]
+    state = Foreign(np.array([2**40, 3]))
+    out, want = (
+        cuattn.flex_attention(q, q, q, dropout_p=0.5, dropout_state=x)
+        for x in (state, torch.tensor([2**40, 3]))
+    )
+    assert torch.equal(out, want)
+    dq = [torch.autograd.grad(x.sum(), q, retain_graph=True)[0] for x in (out, want)]
+    assert torch.equal(*dq)
+    state.values[0] += 1
+    with pytest.raises(RuntimeError, match=r"of shape \(2,\) that was written since"):
+        out.sum().backward()

@@ -30,14 +30,13 @@ NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-def on_host(array: Any) -> np.ndarray[Any, Any]:
-    """Return a captured array as numpy's, of int32, float32 or bool; one of a device is copied.
+def as_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """Return an array as numpy's; one of a device is copied.
 
     Raises
     ------
     ValueError
-        If it holds whole numbers beyond int32, lies on a device and cannot be copied, or is traced
-        by JAX.
+        If it lies on a device and cannot be copied, or is traced by JAX.
     """
     name = dtype_name(array)
     if is_jax_tracer(array):
@@ -62,6 +61,19 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
         if name == "bfloat16" and hasattr(array, "float"):
             array = array.float()
         array = np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
+    return array
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """Return a captured array as numpy's, of int32, float32 or bool; one of a device is copied.
+
+    Raises
+    ------
+    ValueError
+        If it holds whole numbers beyond int32, or as `as_numpy` does.
+    """
+    name = dtype_name(array)
+    array = as_numpy(array)
     if name == "bool" or array.dtype == np.bool_:
         return array
     if array.dtype.kind not in "iu":

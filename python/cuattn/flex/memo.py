@@ -13,10 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from .block_mask import BlockMask
-from .evaluate import on_host
+from .evaluate import as_numpy
 from .plan import Problem
 from .trace import Traced
 from .tracers import is_jax_tracer
@@ -70,7 +68,7 @@ def mark_of(x: Any) -> Any:
     version = version_of(x)
     if version is not None:
         return version
-    return x.tobytes() if type(x) is np.ndarray else on_host(x).tobytes()
+    return as_numpy(x).tobytes()
 
 
 def remember(
