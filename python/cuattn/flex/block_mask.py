@@ -404,13 +404,6 @@ class BlockMask:
     __repr__ = __str__
 
 
-def with_mask(blocks: BlockMask, mask_mod: Any) -> BlockMask:
-    """Return the same blocks of the same mask, traced or reading other arrays."""
-    made = BlockMask(mask_mod, blocks.shape, blocks.block_size, blocks.states)
-    made._free = blocks._free
-    return made
-
-
 def dense_mask(blocks: np.ndarray[Any, Any], block: tuple[int, int]) -> Callable[..., Any]:
     """Return the mask function of an array of blocks [batch or 1, heads or 1, rows, columns]."""
     batch, heads, rows, _ = blocks.shape
@@ -489,7 +482,7 @@ def create_block_mask(
                 f"{name}: {field} must be a whole number from 0 to 2^31 - 1025, got {n!r}; pass "
                 "that of the arrays"
             )
-    check_flag("create_block_mask", "exact", exact)
+    check_flag(name, "exact", exact)
     traced = trace(mask_mod)
     if any(map(is_jax_tracer, traced.arrays)):
         raise NotImplementedError(

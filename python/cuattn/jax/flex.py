@@ -18,7 +18,7 @@ from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS
 from .._options import PLACES
 from ..flex.backward import like, slots_of
-from ..flex.block_mask import BlockMask, with_mask
+from ..flex.block_mask import BlockMask
 from ..flex.memo import of_torch
 from ..flex.trace import dtype_name, trace
 from ..flex.tracers import is_jax_tracer, original
@@ -31,7 +31,7 @@ from .call import (
     possible_devices,
     structs_of,
 )
-from .flex_ops import DeviceCall, shapes_in
+from .flex_ops import DeviceCall, shapes_in, with_mask
 from .ops import ARRAYS, NUMBERS, SCALES, result_shapes
 from .sharding import explicit_mesh
 

@@ -19,7 +19,7 @@ from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS, SOURCES
 from ..flex.attention import Functions, find_for, problem_of, traced
 from ..flex.backward import slots_of
-from ..flex.block_mask import with_mask
+from ..flex.block_mask import BlockMask
 from ..flex.device import Gives
 from ..flex.expression import SCORE
 from ..flex.functors import name_of
@@ -78,6 +78,13 @@ def cast(x: Any) -> jax.Array:
     """Return a captured array that JAX traces in a dtype that kernels read."""
     refuse_int64(x)
     return jnp.asarray(x).astype(CAST[KINDS[dtype_name(x)]])
+
+
+def with_mask(blocks: BlockMask, mask_mod: Any) -> BlockMask:
+    """Return the same blocks of the same mask, traced or reading other arrays."""
+    made = BlockMask(mask_mod, blocks.shape, blocks.block_size, blocks.states)
+    made._free = blocks._free
+    return made
 
 
 class DeviceCall:
