@@ -48,11 +48,14 @@ bool is_true(nb::handle question) {
   return answer == Py_True;
 }
 
-// Whether make_fx records what this thread does; asked while any thread is in a dispatch mode.
+// Whether make_fx records what this thread does, behind torch's dispatch or before it; asked while any
+// thread is in a dispatch mode.
 bool is_in_proxy_mode() {
-  nb::object core = loaded_module("torch").attr("_C");
+  nb::object torch = loaded_module("torch"), core = torch.attr("_C");
   nb::object proxy = core.attr("_TorchDispatchModeKey").attr("PROXY");
-  return !nb::object(core.attr("_get_dispatch_mode")(proxy)).is_none();
+  nb::object before = torch.attr("_ops").attr("_get_dispatch_mode_pre_dispatch");
+  return !nb::object(core.attr("_get_dispatch_mode")(proxy)).is_none() ||
+         !nb::object(before(proxy)).is_none();
 }
 
 }  // namespace

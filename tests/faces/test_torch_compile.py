@@ -159,10 +159,11 @@ torch.compile(lambda q: cuattn.attention(q, q, q), backend="eager")(q)
 def recorded(how, function, *arrays):
     if how == "jit":
         return torch.jit.trace(function, arrays, check_trace=False)
-    return torch.fx.experimental.proxy_tensor.make_fx(function)(*arrays)
+    early = how == "make_fx before dispatch"
+    return torch.fx.experimental.proxy_tensor.make_fx(function, pre_dispatch=early)(*arrays)
 
 
-@pytest.mark.parametrize("how", ["jit", "make_fx"])
+@pytest.mark.parametrize("how", ["jit", "make_fx", "make_fx before dispatch"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestRecordings:
     """They held the memory of a result, and no call."""
@@ -178,6 +179,11 @@ class TestRecordings:
 
         arrays, others = ([x.requires_grad_(grad) for x in qkv()] for _ in range(2))
         assert torch.equal(recorded(how, step, *arrays)(*others), step(*others))
+
+    def test_a_call_of_the_op_is_recorded(self, how):
+        q, other = torch.randn(2, 1, 5, 2, 16)
+        step = lambda q: cuattn.torch.attention(q, q, q)  # noqa: E731
+        assert torch.equal(recorded(how, step, q)(other), step(other))
 
     def test_wide_heads_and_codes_are_recorded(self, how):
         call = lambda q: cuattn.attention(q, q, q)  # noqa: E731

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch as count_early_modes
+from torch.utils import _python_dispatch as dispatch
 
 from .. import _core
 from .. import attention as run_attention
@@ -51,6 +53,7 @@ def observed(q: Any, others: Iterable[Any] = ()) -> bool:
         state._len_torch_dispatch_stack()
         or state._are_functorch_transforms_active()
         or state._is_tracing()
+        or (dispatch._is_in_torch_dispatch_mode and count_early_modes())  # of any thread; of this
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch as count_early_modes
+from torch.utils import _python_dispatch as dispatch
 
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
@@ -191,6 +193,7 @@ def traced(q: Tensor) -> bool:
         state._are_functorch_transforms_active()
         or state._len_torch_dispatch_stack()
         or state._is_tracing()
+        or (dispatch._is_in_torch_dispatch_mode and count_early_modes())
     )
 
 
