@@ -89,7 +89,7 @@ def refuse_jit_trace(op: str) -> None:
         )
 
 
-def refuse_tangents(op: str, captured: Iterable[Any]) -> None:
+def refuse_captured_tangents(op: str, captured: Iterable[Any]) -> None:
     """Raise for captured tensors of torch's forward mode, whose tangents nobody would carry on."""
     torch = sys.modules.get("torch")
     if torch is None or torch.autograd.forward_ad._current_level < 0:

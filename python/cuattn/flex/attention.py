@@ -14,7 +14,7 @@ from .._arrays import Array, ArrayT
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._options import DENSE, PASSES, options_of
 from .._other_names import way_out
-from .._tracing import refuse_jit_trace, refuse_tangents
+from .._tracing import refuse_captured_tangents, refuse_jit_trace
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
@@ -94,7 +94,7 @@ def flex_attention(
     score = None if score_mod is None else trace(score_mod, is_score=True)
     mask = None if mask_mod is None else trace(mask_mod)
     captured = [] if score is None else score.arrays
-    refuse_tangents(NAME, captured)
+    refuse_captured_tangents(NAME, captured)
     if wants_gradient(q, (k, v, *options.values(), *captured)):
         from ..torch import flex as torch_flex
 

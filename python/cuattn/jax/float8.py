@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..float8 import NUMBERS
 from .call import is_array, refuse
 from .fused import flag, number
 
-NUMBERS = ("float32", "float16", "bfloat16")
 MOST_DIM, DIM_STEP = 256, 16
 LARGEST, MOST_INT8 = 448.0, 127.0
 BLOCK = 128
