@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
 from ._arrays import find_cublas
-from ._options import ROWS
+from ._options import OPS, ROWS
 from ._residual import with_residual
 from ._rope import turned
 
@@ -66,16 +66,17 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     arguments.pop("residual", None)
     if op in ROWS and arguments.get("dropout_p") and is_torch(arguments["q"]):
         arguments = torch_face().ops.with_dropout_state(arguments["q"], arguments)
-    face = jax_face
     try:
         result = getattr(_core, op)(arguments)
         if result is not NotImplemented:
             return result
     except _core.GradientWanted:
-        face = torch_face
         if op not in ROWS:
             raise
-    return getattr(face(), op)(**arguments)
+    else:
+        return getattr(jax_face(), op)(**arguments)
+    rows = [arguments.pop(name) for name in OPS[op].positional]
+    return find_gradient(op)(*rows, **arguments)
 
 
 def is_torch(array: Any) -> bool:

@@ -245,6 +245,34 @@ def test_autocast_converts_as_torch_does():
         assert torch.equal(cuattn.torch.attention(**leaves), want)
 
 
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("how", ["called", "compiled"])
+def test_autocast_leaves_the_builtins_alone(how, wants_gradient):
+    """They gave autocast's dtype where a gradient was wanted, and in graphs."""
+    q, k, v = (x.detach() for x in arrays().values())
+    rows = [x[0].detach().requires_grad_(wants_gradient) for x in (q, k, v)]
+    ends = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in rows[:2]]
+    packed = (*rows, *ends, *(x.shape[0] for x in rows[:2]))
+    q.requires_grad_(wants_gradient)
+    steps = {
+        "attention": lambda: cuattn.attention(q, k, v, causal=True),
+        "attention_varlen": lambda: cuattn.attention_varlen(*packed),
+        "dropout": lambda: cuattn.attention(q, k, v, dropout_p=0.5),
+    }
+    for name, step in steps.items():
+        torch.manual_seed(1)
+        want = step()
+        if how == "compiled":
+            torch.compiler.reset()
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = step()
+        assert out.dtype == torch.float32, name
+        assert torch.equal(out, want), name
+        assert out.requires_grad == wants_gradient
+
+
 def test_autocast_leaves_codes_and_float64_alone():
     q = torch.randn(1, 9, 2, 16)
     codes, double = q.to(torch.float8_e4m3fn), q.double()

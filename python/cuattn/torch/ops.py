@@ -341,10 +341,12 @@ def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **options: Any) -> Any:
-    """Run an op whose gradient autograd wants, or a transform: what `cuattn.attention` cannot."""
-    if not options and not autocasts(q) and not observed(q, (k, v)):
+    """Do what `cuattn.attention` cannot: run an op whose gradient autograd wants, or for a trace.
+
+    Autocast's regions change nothing here, as they change nothing of the calls that it can.
+    """
+    if not options and not observed(q, (k, v)):
         return attend(op, (q, k, v, *sizes), options)
-    q, k, v = autocast(q, k, v)
     arrays = (q, k, v, *map(options.get, SMALL))
     wants_gradient = differentiated(q, k, v, options) or differentiated_within(*arrays)
     return run_op(op, (q, k, v, *sizes), with_dropout_state(q, options), wants_gradient)

@@ -40,7 +40,7 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Stand for `cuattn.attention`."""
     if not fits("attention", q, options):
         torch._dynamo.graph_break()
-    return ops.attention(q, k, v, **options)
+    return ops.differentiate("attention", q, k, v, **options)
 
 
 def attention_varlen(
@@ -56,9 +56,8 @@ def attention_varlen(
     """Stand for `cuattn.attention_varlen`."""
     if not fits("attention_varlen", q, options):
         torch._dynamo.graph_break()
-    return ops.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
-    )
+    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return ops.differentiate("attention_varlen", q, k, v, *sizes, **options)
 
 
 def substitute() -> None:
