@@ -115,6 +115,7 @@ ORDERS = {
     "torch first": "import torch, cuattn",
     "compiler first": "import torch, torch._dynamo, cuattn",
     "with cuattn.torch": "import cuattn.torch, torch",
+    "what graphs call": "import cuattn.torch.flex_ops, torch",
     "a part of the compiler": "import cuattn, torch, torch._dynamo.config",
 }
 

@@ -44,7 +44,6 @@ HOLDS_OBJECTS = torch.__version__ >= (2, 12)  # by whose identity graphs may be 
 marks = itertools.count()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def mark(function: types.FunctionType) -> None:
     """Give a function a text of its own, which a graph can be guarded by."""
     given = getattr(function, "cuattn_mark", "")  # a wrapper may have that of what it wraps
@@ -66,7 +65,6 @@ def guard(x: Any) -> None:
             raise AssertionError
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def keep(
     score_mod: Any,
     mask_mod: Any,
@@ -204,11 +202,15 @@ class MadeInGraph(BlockMask):
         return object.__getattribute__(self, name)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def keep_recipe(mask_mod: Any, lengths: tuple[Any, ...], options: tuple[Any, ...]) -> int:
     """Keep how a block mask is made, and return its number."""
     recipes.append(functools.partial(block_mask_builtin, mask_mod, *lengths, **dict(options)))
     return len(recipes) - 1
+
+
+# What torch.compile runs while it traces. tracing.py marks them: a decorator of torch._dynamo here
+# would load that, which asks for this very module.
+CONSTANT = (mark, keep, keep_recipe)
 
 
 def create_block_mask(mask_mod: Any, *lengths: Any, **options: Any) -> Any:

@@ -69,6 +69,8 @@ def substitute() -> None:
         (create_block_mask, flex_ops.create_block_mask),
     ):
         torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(function)
+    for constant in flex_ops.CONSTANT:
+        torch._dynamo.assume_constant_result(constant)  # marks it
     for module in pkgutil.iter_modules(flex.__path__):
         if module.name not in IN_GRAPHS:
             torch._dynamo.trace_rules.add(f"{flex.__name__}.{module.name}")
