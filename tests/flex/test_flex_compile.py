@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 
 import cuattn
@@ -129,15 +131,31 @@ def test_a_block_mask_from_outside_breaks_a_graph_of_an_older_torch(flex_ops, mo
         torch.compile(step, fullgraph=True, backend="aot_eager")(q)
 
 
+def made_beside(x):
+    """Code without a tensor would make no graph."""
+    return flex.create_block_mask(causal, None, None, LENGTH, LENGTH), x + 1
+
+
 def test_a_block_mask_leaves_a_graph_as_what_it_is():
     q = torch.randn(1, LENGTH, 2, 16)
-    make = lambda: flex.create_block_mask(causal, None, None, LENGTH, LENGTH)  # noqa: E731
-    blocks, want = torch.compile(make, backend="eager")(), make()
+    (blocks, _), (want, _) = torch.compile(made_beside, backend="eager")(q), made_beside(q)
     assert isinstance(blocks, flex.BlockMask)
     assert str(copy.copy(blocks)) == str(blocks) == str(want)
     assert str(blocks & want) == str(want)
     got = cuattn.flex_attention(q, q, q, block_mask=blocks)
     assert torch.equal(got, cuattn.flex_attention(q, q, q, block_mask=want))
+
+
+def test_a_block_mask_of_a_graph_is_pickled_as_what_it_is(flex_ops, monkeypatch):
+    """Its number was, by which another process finds another mask or none."""
+    q = torch.ones(1)
+    (blocks, _), (want, _) = torch.compile(made_beside, backend="eager")(q), made_beside(q)
+    kept = pickle.dumps(blocks)
+    monkeypatch.setattr(flex_ops, "recipes", [])  # as there
+    got = pickle.loads(kept)
+    assert type(got) is flex.BlockMask
+    assert (got.mask_mod, got.shape, got.block_size) == (causal, want.shape, want.block_size)
+    np.testing.assert_array_equal(got.states, want.states)
 
 
 def of_a_tensor(q, width):

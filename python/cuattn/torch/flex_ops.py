@@ -201,6 +201,10 @@ class MadeInGraph(BlockMask):
             held.update(recipes[self.number]().__dict__)
         return object.__getattribute__(self, name)
 
+    def __reduce__(self) -> Any:
+        """Be copied and pickled as what it makes: its number says nothing to another process."""
+        return BlockMask, (self.mask_mod, self.shape, self.block_size, self.states)
+
 
 def keep_recipe(mask_mod: Any, lengths: tuple[Any, ...], options: tuple[Any, ...]) -> int:
     """Keep how a block mask is made, and return its number."""
