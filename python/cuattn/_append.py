@@ -87,7 +87,16 @@ def refuse_gradient(op: str, library: Operations, q: Any) -> None:
 
 
 def check_lengths(op: str, lens: Any, capacity: int) -> None:
-    """On the CPU, refuse lengths that the tables cannot hold, before q is turned by places."""
+    """Refuse lengths that lie apart, and on the CPU those that the tables cannot hold.
+
+    What turns q by places and what attends read them, and would refuse them in other names.
+    """
+    is_torch = hasattr(lens, "is_contiguous")
+    if not (lens.is_contiguous() if is_torch else lens.flags.c_contiguous):
+        step = lens.stride(0) if is_torch else lens.strides[0] // lens.itemsize
+        raise ValueError(
+            f"{op}: context_lens must be contiguous, got strides ({step},); make a contiguous copy"
+        )
     if int(lens.__dlpack_device__()[0]) != 1 or lens.shape[0] == 0:
         return
     if not 0 <= float(lens.min()) <= float(lens.max()) <= capacity:

@@ -301,6 +301,19 @@ def test_what_the_attention_refuses_is_refused_before_the_write(library, name):
     assert (library.get(positional[3])[1, 7] == 1).all()
 
 
+@pytest.mark.parametrize("rope", [None, (COS, COS)])
+def test_lengths_that_lie_apart_are_refused_in_its_own_name(library, rope):
+    positional = [library.put(x) for x in call()[0]]
+    positional[6] = library.put(np.array([3, 0, 8, 0], np.int32))[::2]
+    turn = {} if rope is None else {"rope": tuple(map(library.put, rope))}
+    message = r"^append_attention: context_lens must be contiguous, got strides \(2,\); make"
+    with pytest.raises(ValueError, match=message):
+        cuattn.append_attention(*positional, **turn)
+    np.testing.assert_array_equal(library.get(positional[3]), 0)
+    one = [x[:1] for x in (*positional[:3], *positional[5:])]  # of which none lies apart
+    cuattn.append_attention(*one[:3], *positional[3:5], *one[3:], **turn)
+
+
 @pytest.mark.parametrize("name", ["out", "lse_out", "workspace"])
 def test_results_over_the_cache_are_refused_before_the_write(library, name):
     positional = [library.put(x) for x in call()[0]]
