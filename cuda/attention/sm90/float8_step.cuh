@@ -12,10 +12,28 @@ namespace cuattn {
 constexpr int kFloat8Shift = 4;
 using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
 
+// 2^x of two numbers by FMA pipes in float16: within 2^-8 for x from -12 to 8, and 2^-12 below, which no
+// e4m3 holds. NaN stays NaN. The MUFU takes 8 clocks for a warp's exponentials; at head_dim 64 it is what
+// is busiest.
+__device__ __forceinline__ void exp2_pair(float& low, float& high) {
+  uint32_t x, power, whole, y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(0xca00ca00u));     // -12
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(power) : "r"(x), "r"(0x660f660fu));  // 1536 + 15
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(whole) : "r"(power), "r"(0x660f660fu));
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(whole));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x33a133a1u), "r"(0x39a139a1u));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(y), "r"(x), "r"(0x3c003c00u));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(y), "r"(power << 10 & 0xfc00fc00u));
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(y));
+}
+
 // One step: scores become P. `join(rescale, moves)`: the product with the last P joins O, which then
-// follows a reference that moves. kCounts: products count the sums of rows, too. See softmax_step of
-// softmax.cuh.
-template <class Order, bool kCounts, int kScoreCount, class Join>
+// follows a reference that moves. kCounts: products count the sums of rows, too. kByPairs: every fourth
+// pair of exponentials is one of exp2_pair. See softmax_step of softmax.cuh.
+template <class Order, bool kCounts, bool kByPairs, int kScoreCount, class Join>
 __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
                                                     float (&scores)[kScoreCount],
                                                     uint32_t (&probs)[kScoreCount / 4],
@@ -40,8 +58,12 @@ __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
     if (at > 0 && at % kLinked == 0)
       reference[half] = fmaf(scores[4 * block_at(at - kLinked) + 2 * half], zero, reference[half]);
 #pragma unroll
+    for (int i = 0; i < 2; ++i) s[i] = fmaf(s[i], to_log2, -reference[half]);
+    const bool by_pair = kByPairs && at % 4 == 3;
+    if (by_pair) exp2_pair(s[0], s[1]);
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
+      if (!by_pair) s[i] = exp2_approx(s[i]);
       if constexpr (!kCounts) sum[half][i] = at == 0 ? s[i] : sum[half][i] + s[i];
     }
   };
