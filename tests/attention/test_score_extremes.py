@@ -127,6 +127,24 @@ def test_softcaps_of_large_scores(device, backend, dtype, softcap, rng):
         assert_served(device, backend, case, rng, change=change)
 
 
+@RUNGS
+@pytest.mark.parametrize("softcap", [30.0, 50.0, 51.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_at_either_end_of_a_softcap(device, backend, dtype, head_dim, softcap, rng):
+    """P is 2^-72 or 2^64 where the kernel takes its reference from the softcap."""
+
+    def change(problem):
+        q, k = problem.arrays["q"], problem.arrays["k"]
+        k[:, :] = np.abs(k)
+        k[:, 40:150] *= -1
+        q[:, 4:20] = -1
+        q[:, 30:50] = 1
+
+    for options in ({}, {"causal": True}, {"causal": True, "window": (30, -1)}):
+        case = Case(dtype, 1, 4, 2, 70, 190, head_dim, scale=5.0, softcap=softcap, **options)
+        assert_served(device, backend, case, rng, change=change)
+
+
 @PAGED_RUNGS
 @pytest.mark.parametrize("cut", [{}, {"num_splits": 3}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

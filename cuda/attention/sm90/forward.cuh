@@ -165,7 +165,7 @@ struct ForwardSm90 {
       } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {
-        if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, Shared(smem));
+        if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, shared);
       } else if (warp == 0 && device::elect_one()) {
         Producer::template load_tiles<false>(p, s, maps, Shared(smem));
       }

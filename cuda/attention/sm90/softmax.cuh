@@ -39,6 +39,14 @@ struct Sm90Softmax {
   __device__ float exponent(int half) const {
     return !kScored && is_large(half) ? copysignf(limit[half], reference[half]) : reference[half];
   }
+  // Exponents relative to `known` need never be looked at.
+  __device__ void settle(float known) {
+    reference[0] = reference[1] = known;
+    limit[0] = limit[1] = __int_as_float(0x7f800000);
+  }
+  __device__ bool is_settled() const {
+    return __all_sync(0xffffffffu, limit[0] == __int_as_float(0x7f800000));
+  }
   // What the FFMA subtracts.
   __device__ float subtrahend(int half) const {
     return kScored && is_large(half) ? 0.0f : reference[half];
@@ -195,6 +203,71 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax<kScore>& state,
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+}
+
+// Scores under a softcap and no other option: they are bounded, and a bfloat16 P holds what such bounds
+// leave. So rows have a reference before their first score, and no maximum is looked for.
+struct SoftcapAlone {
+  float in;       // tanh is taken of a dot product times this
+  float to_log2;  // a tanh times this is an exponent in base 2
+
+  template <class Mod>
+  __device__ explicit SoftcapAlone(const Mod& mod)
+      : in(mod.scale * mod.inv_softcap), to_log2(mod.softcap * device::kLog2e) {}
+  template <class Mod>
+  __device__ bool bounds(const Mod& mod) const {
+    constexpr float kMost = 73.0f;  // P from 2^-82 to 2^64
+    return to_log2 > 0.0f && to_log2 <= kMost && mod.slope == 0.0f && mod.bias == nullptr;
+  }
+  __device__ float reference() const { return fmaxf(0.0f, to_log2 - 64.0f); }
+};
+
+// softmax_step of a tile that no mask cuts, of rows that are settled. The tanh of some blocks stand before
+// the exponentials of others: the MUFU, which computes both, never waits for either.
+template <DType kType, ScoreKind kScore, int kScoreCount, class Wait>
+__device__ __forceinline__ void capped_step(Sm90Softmax<kScore>& state,
+                                            float (&scores)[kScoreCount],
+                                            uint32_t (&probs)[kScoreCount / 2],
+                                            const SoftcapAlone& cap, float zero, Wait pv_done) {
+  using namespace device;
+  constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
+  constexpr int kAhead = 2, kLinked = 4;    // blocks
+  float sum[2][2], in[2] = {cap.in, cap.in};
+  auto capped = [&](int half, int block) {
+    float* s = &scores[4 * block + 2 * half];
+    if (block >= kLinked) in[half] = fmaf(s[-4 * kLinked], zero, in[half]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) s[i] = tanh_approx(s[i] * in[half]);
+  };
+  auto exponential = [&](int half, int block) {
+    float* s = &scores[4 * block + 2 * half];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], cap.to_log2, -state.reference[half]));
+      sum[half][i] = block == 0 ? s[i] : sum[half][i] + s[i];
+    }
+  };
+  auto pack = [&](int half, int block) {
+    const float* s = &scores[4 * block + 2 * half];
+    probs[2 * block + half] = pack2<kType>(s[0], s[1]);
+  };
+#pragma unroll
+  for (int block = 0; block < kBlocks + kAhead; ++block) {
+    if (block < kBlocks) capped(0, block);
+    if (block >= kAhead) exponential(0, block - kAhead);
+  }
+  order_after(scores[4 * (kBlocks - 1)]);
+  pv_done();
+#pragma unroll
+  for (int block = 0; block < kBlocks + kAhead; ++block) {
+    if (block < kBlocks) capped(1, block);
+    if (block < kAhead) continue;
+    exponential(1, block - kAhead);
+    pack(0, block - kAhead);
+    pack(1, block - kAhead);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) state.sum[half] += sum[half][0] + sum[half][1];
 }
 
 }  // namespace cuattn
