@@ -129,7 +129,7 @@ def test_softcaps_of_large_scores(device, backend, dtype, softcap, rng):
 
 @RUNGS
 @pytest.mark.parametrize("softcap", [30.0, 50.0, 51.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_scores_at_either_end_of_a_softcap(device, backend, dtype, head_dim, softcap, rng):
     """P is 2^-72 or 2^64 where the kernel takes its reference from the softcap."""
 

@@ -46,7 +46,7 @@ struct ConsumerSm90 {
   // loops under windows, 1 % slower than two without.
   static constexpr bool kOneLoop = kBegins<kMask> || Functor::kGiven;
   static constexpr bool kCaps =  // where a softcap alone bounds the scores: see SoftcapAlone
-      kScore == ScoreKind::scored && !Functor::kGiven && kType == DType::bf16 && kHeadDimV <= 128;
+      kScore == ScoreKind::scored && !Functor::kGiven && kType == DType::bf16;
   // With a single Q tile the next Q comes late, so a group stores O before it waits for Q. Note:
   // score options leave no registers for that order.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
