@@ -44,6 +44,19 @@ def test_the_tile_fits_the_shared_memory_of_a_block(gpu, score):
         used = 2 * (plan.tile_m * plan.head_dim + plan.stages * plan.tile_n * width)
         assert 0 < used <= GPUS[gpu]["smem_per_block_optin"]
         assert plan.warps in (4, 8, 12, 16)
+        if plan.kernel == "sm90":
+            assert plan.warps == 4 * (plan.tile_m // 64 + 1)
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fast"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_float8_has_a_group_of_warps_for_64_rows(accumulate, head_dim):
+    plan = explain(
+        "H100", shape=(2, 512, 8, head_dim), dtype="float8_e4m3fn", accumulate=accumulate
+    )
+    if plan.kernel == "sm90":
+        assert plan.warps == 4 * (plan.tile_m // 64 + 1)
+    assert (plan.kernel == "sm90") == (accumulate == "fast" or head_dim < 256)
 
 
 @on_every_gpu

@@ -99,6 +99,24 @@ def test_values_near_the_largest_number_stay_finite(device, backend, dtype, rng)
 
 
 @pytest.mark.parametrize(("device", "backend"), target_params())
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("score", "size"), [(1, 1e16), (-1, 1e-11)])
+def test_values_of_any_size_at_either_end_of_a_softcap(device, backend, head_dim, score, size, rng):
+    """P may be 2^64 there or 2^-80 (docs/numerics.md)."""
+    dtype = "bfloat16" if backend in TENSOR_CORE_BACKENDS else "float32"
+    case = Case(dtype, 1, 2, 2, 20, 400, head_dim, softcap=50.0, scale=100.0, give_out=False)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, rng)
+    problem.arrays["q"][:], problem.arrays["k"][:] = score, 1
+    problem.arrays["v"][:] = size
+    out, _ = run(device, backend, problem)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64) / float(problem.arrays["v"].flat[0]), 1, atol=2.0**-7
+    )
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
 def test_lse_far_below_zero(device, backend, rng):
     case = Case(
         "float16" if backend in TENSOR_CORE_BACKENDS else "float32",

@@ -131,7 +131,7 @@ def test_softcaps_of_large_scores(device, backend, dtype, softcap, rng):
 @pytest.mark.parametrize("softcap", [30.0, 50.0, 51.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_scores_at_either_end_of_a_softcap(device, backend, dtype, head_dim, softcap, rng):
-    """P is 2^-72 or 2^64 where the kernel takes its reference from the softcap."""
+    """P is 2^-80 or 2^64 where a kernel takes its reference from a softcap of 50."""
 
     def change(problem):
         q, k = problem.arrays["q"], problem.arrays["k"]

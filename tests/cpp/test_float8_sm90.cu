@@ -208,7 +208,7 @@ void check_panels() {
 
 CUDA_TEST(sm90_columns_of_several_panels_are_kept) {
   require_hopper();
-  check_panels<128, 2>();  // of a tile of 192 keys
+  check_panels<128, 2>();  // as of a tile of 192 keys, which no kernel has
   check_panels<64, 3>();
   check_panels<256, 1>();
 }

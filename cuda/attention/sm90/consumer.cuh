@@ -351,7 +351,8 @@ struct ConsumerSm90 {
     drop(probs, shared, ring);
   }
 
-  // The key tiles behind the first one: masked ones to the right, then full ones.
+  // The key tiles behind the first one: those that a mask cuts to the right, then whole ones; or one loop,
+  // where add_tile finds out.
   static __device__ __forceinline__ void walk_tiles(const device::TileRange& range, const int& tile,
                                                     auto& step) {
     if constexpr (!kOneLoop) {

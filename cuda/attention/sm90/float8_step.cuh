@@ -12,7 +12,7 @@ namespace cuattn {
 constexpr int kFloat8Shift = 4;
 using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
 
-// 2^x of two numbers by FMA pipes in float16: within 2^-8 for x from -12 to 8, and 2^-12 below, which no
+// 2^x of two numbers by FMA pipes in float16: within 2^-7.5 for x from -12 to 8, and 2^-12 below, which no
 // e4m3 holds. NaN stays NaN. The MUFU takes 8 clocks for a warp's exponentials; at head_dim 64 it is what
 // is busiest.
 __device__ __forceinline__ void exp2_pair(float& low, float& high) {

@@ -19,6 +19,7 @@ namespace cuattn {
 // step, and its scores become differences first. How it is marked costs the loop least:
 //   identity   a negative limit of the size of the reference; the reference is 0, with its sign
 //   scored     a limit that is NaN; in the loop 0 takes the place of the reference
+// Rows whose scores are bounded have a limit of infinity: their reference is known, and stays.
 //
 // kSlackBits: a P that becomes e4m3 has less room above 1 (float8.cuh).
 template <ScoreKind kScore, int kSlackBits = 8>
@@ -223,7 +224,7 @@ struct SoftcapAlone {
 };
 
 // softmax_step of a tile that no mask cuts, of rows that are settled. The tanh of some blocks stand before
-// the exponentials of others: the MUFU, which computes both, never waits for either.
+// the exponentials of others, so that the MUFU, which computes both, has work.
 template <DType kType, ScoreKind kScore, int kScoreCount, class Wait>
 __device__ __forceinline__ void capped_step(Sm90Softmax<kScore>& state,
                                             float (&scores)[kScoreCount],
