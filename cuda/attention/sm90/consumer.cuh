@@ -282,6 +282,13 @@ struct ConsumerSm90 {
     me.your_turn(kPassesLate);
   }
 
+  // Rows whose scores a softcap bounds have their reference before the first of them.
+  static __device__ __forceinline__ void settle_bounded(const Mod& mod, Softmax& state) {
+    if constexpr (kCaps) {
+      if (const SoftcapAlone cap(mod); cap.bounds(mod)) state.settle(cap.reference());
+    }
+  }
+
   // S of the first key tile becomes P.
   static __device__ __forceinline__ void weigh_first(const Lane& me, Tiles& tiles,
                                                      const device::TileRange& range,
@@ -352,16 +359,20 @@ struct ConsumerSm90 {
   }
 
   // The key tiles behind the first one: those that a mask cuts to the right, then whole ones; or one loop,
-  // where add_tile finds out.
+  // where add_tile finds out. Note: without the maximum of `full` float16 spills at 128.
   static __device__ __forceinline__ void walk_tiles(const device::TileRange& range, const int& tile,
                                                     auto& step) {
     if constexpr (!kOneLoop) {
-      const int right = max(range.begin, range.full_end);
+      const int first = range.begin, full = max(first, range.full_begin);
+      const int right = max(first, range.full_end);
 #pragma unroll 1
       while (tile > right) step(true);
-    }
 #pragma unroll 1
-    while (tile > range.begin) step(false);
+      while (tile > full) step(false);
+    } else {
+#pragma unroll 1
+      while (tile > range.begin) step(false);
+    }
   }
 
   static __device__ __forceinline__ int previous_q(const QRing& q_ring) {
@@ -395,7 +406,6 @@ struct ConsumerSm90 {
       ConsumerSm90::multiply_pv(probs, advance(v_desc, stage * kVBytes), fresh, out);
       fresh = false;
     };
-    auto more_work = [&] { return Store::find_more(p, s, shared, group, slot); };
     const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);  // its work, for registers are full
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
     Softmax state;
@@ -403,7 +413,7 @@ struct ConsumerSm90 {
     bool at_work = false, first_item = true;
 #pragma unroll 1
     while (true) {
-      bool more = more_work();
+      bool more = Store::find_more(p, s, shared, group, slot);
       int v_stage = ring.stage();
       if (at_work) {
         barrier_wait(shared.v_full(v_stage), ring.parity());
@@ -426,9 +436,7 @@ struct ConsumerSm90 {
       me.take_work(slot, mine, w);
       state = Softmax();
       mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
-      if constexpr (kCaps) {
-        if (const SoftcapAlone cap(mod); cap.bounds(mod)) state.settle(cap.reference());
-      }
+      settle_bounded(mod, state);
       Rows rows;
       find_rows(me, w, more, rows);
       const Walk walk(p, w.list);
