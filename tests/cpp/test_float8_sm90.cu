@@ -174,18 +174,22 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
 CUATTN_HOST_DEVICE uint8_t filled(int at) { return static_cast<uint8_t>(1 + at % 251); }
 
 template <int kChannels, int kPanels>
-__global__ void keep_panels(int begin, int end, uint8_t* out) {
+__global__ void keep_panels(int begin, int end, bool at_once, uint8_t* out) {
   constexpr int kPanelBytes = kChannels * 128, kBytes = kPanels * kPanelBytes;
   auto* tile = reinterpret_cast<uint8_t*>(aligned_smem());
   for (int i = threadIdx.x; i < kBytes; i += 256) tile[i] = filled(i);
   __syncthreads();
-  keep_columns<kChannels, kPanels, kPanelBytes>(smem_address(tile), begin, end, threadIdx.x / 128);
-  __syncthreads();
+  for (int turn = 0; turn < 2; ++turn) {
+    int group = threadIdx.x / 128;
+    if (at_once ? turn == 0 : turn == group)
+      keep_columns<kChannels, kPanels, kPanelBytes>(smem_address(tile), begin, end, group);
+    __syncthreads();
+  }
   for (int i = threadIdx.x; i < kBytes; i += 256) out[i] = tile[i];
 }
 
 template <int kChannels, int kPanels>
-void check_panels() {
+void check_panels(bool at_once) {
   constexpr int kKeys = kPanels * 128, kTileBytes = kChannels * kKeys;
   OnGpu<uint8_t> out(size_t{kTileBytes});
   allow(keep_panels<kChannels, kPanels>, kTileBytes + kAlignment);
@@ -194,7 +198,8 @@ void check_panels() {
       {128, kKeys},       {100, 140}, {127, 129},     {kKeys - 40, kKeys - 33},
       {kKeys - 1, kKeys}, {0, 1},     {16, 16}};
   for (auto [begin, end] : ranges) {
-    keep_panels<kChannels, kPanels><<<1, 256, kTileBytes + kAlignment>>>(begin, end, out.data());
+    keep_panels<kChannels, kPanels>
+        <<<1, 256, kTileBytes + kAlignment>>>(begin, end, at_once, out.data());
     std::vector<uint8_t> found = out.host();
     for (int i = 0; i < kTileBytes; ++i) {
       int channel = i / kKeys, key = i % kKeys;
@@ -206,12 +211,17 @@ void check_panels() {
   }
 }
 
-CUDA_TEST(sm90_columns_of_several_panels_are_kept) {
+void check_columns(bool at_once) {
   require_hopper();
-  check_panels<128, 2>();  // as of a tile of 192 keys, which no kernel has
-  check_panels<64, 3>();
-  check_panels<256, 1>();
+  check_panels<128, 2>(at_once);  // as of a tile of 192 keys, which no kernel has
+  check_panels<64, 3>(at_once);
+  check_panels<256, 1>(at_once);
 }
+
+CUDA_TEST(sm90_columns_are_kept_by_one_group_after_the_other) { check_columns(false); }
+
+// As the kernels do: both write the same bytes, and neither waits for the other.
+CUDA_TEST(sm90_columns_are_kept_by_groups_at_once) { check_columns(true); }
 
 }  // namespace
 }  // namespace cuattn::test

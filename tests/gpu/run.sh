@@ -151,10 +151,10 @@ memcheck() {
 }
 
 # racecheck does not know copies that the TMA makes nor all that mbarriers order: who waits for whom in forward_sm90 and in
-# the test of its rings is left to synccheck, the watchdog and bit-equal repetition. Groups that keep the columns of
-# one sequence write the same bytes side by side, as they are meant to.
+# the test of its rings is left to synccheck, the watchdog and bit-equal repetition. Groups that keep columns at once write
+# the same bytes side by side, as they are meant to; it looks at one after the other.
 racecheck() {
-  local prefill=instance/sm90/,prefill_over_pages_auto,prefill_over_pages_sm90,sm90_ring,sm90_columns_of_several_panels
+  local prefill=instance/sm90/,prefill_over_pages_auto,prefill_over_pages_sm90,sm90_ring,sm90_columns_are_kept_by_groups_at_once
   sanitize racecheck "/cublas/,$prefill" --racecheck-report all
 }
 # Nor does initcheck know what a TMA store has written.
