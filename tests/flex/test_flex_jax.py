@@ -159,7 +159,7 @@ def test_a_gradient_of_a_gradient_is_refused(second):
 )
 def test_options_are_refused_while_jax_traces(wrong, message):
     """Called back they had been refused, too, in an error of XLA's."""
-    q = jax.numpy.ones((1, 8, 2, 16))
+    q = jax.device_put(jax.numpy.ones((1, 8, 2, 16)), jax.devices("cpu")[0])
     for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda q: f(q).sum())):
         with pytest.raises((TypeError, ValueError), match=f"^flex_attention: {message}"):
             transform(lambda q: cuattn.flex_attention(q, q, q, **wrong))(q)
