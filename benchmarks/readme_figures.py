@@ -295,7 +295,7 @@ def front() -> str:
         f"- **memory** beyond the inputs 1/{mean:.0f} of what storing the scores takes: "
         f"{len(memory)} lengths, 1/{memory[most]:.0f} at {most.removeprefix('s')} tokens",
         "",
-        "Where a peer leads by more than 2 %, the noise of the chip:",
+        "Where a peer leads by more than 2 % (less is the noise of the chip):",
         "",
         losses_text(found),
         "",

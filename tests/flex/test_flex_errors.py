@@ -35,6 +35,17 @@ REFUSED = {
     "nothing": (TypeError, lambda: call(kernel_options={}), r"help\(cuattn.flex_attention\)"),
     "no function": (TypeError, lambda: call(mask_mod=3), "mask_mod must be a function"),
     "no score": (TypeError, lambda: call(score_mod="a"), "score_mod must be a function"),
+    "uncalled": (
+        TypeError,
+        lambda: call(mask_mod=flex.masks.causal),
+        r"mask_mod causal: makes such a function and is none; pass flex\.masks\.causal\(\)",
+    ),
+    "uncalled score": (
+        TypeError,
+        lambda: call(score_mod=flex.scores.alibi),
+        r"score_mod alibi: makes .*; pass flex\.scores\.alibi\(\)",
+    ),
+    "no return": (TypeError, lambda: call(mask_mod=lambda b, h, q, k: None), "a return missing"),
     "rank": (
         ValueError,
         lambda: cuattn.flex_attention(Q[0], K, K, mask_mod=CAUSAL),

@@ -121,7 +121,12 @@ def cuda_line(data: dict[str, Any]) -> str:
 
 def numbers(text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between them, got {text!r}; pass 2,4096,32,128, say"
+        ) from None
 
 
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +154,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="current",
-        help="current, cpu, or a GPU by name (H200, H100, A100, L4, ...)",
+        help="current, cpu, a GPU by number (0), or by name (H200, H100, A100, L4, ...)",
     )
     parser.add_argument("--json", action="store_true")
 
@@ -159,6 +164,8 @@ def show_explain(arguments: argparse.Namespace) -> int:
     shape_k = arguments.k or arguments.q
     heads = arguments.q[2 if arguments.layout == "bshd" else 1] if len(arguments.q) == 4 else 0
     device = None if arguments.device == "current" else arguments.device
+    if device is not None and device.isdecimal():
+        device = int(device)
     try:
         plan = cuattn.explain(
             "attention",

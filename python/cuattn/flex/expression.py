@@ -217,6 +217,8 @@ def read(x: Any) -> Expr:
         return Expr("const", (in_int32(x, "a number"),), INT)
     if isinstance(x, float):
         return Expr("const", (x,), FLOAT)
+    if x is None:
+        raise TraceError("a mask or score function computes with None; is a return missing?")
     raise TraceError(
         "a mask or score function computes with numbers, its indices and captured arrays, got "
         f"{type(x).__name__}; make arrays before the function is defined, so that it captures them"

@@ -191,10 +191,8 @@ def is_own(function: Any) -> bool:
 
 
 # Modules that hold functions of functions: those are rebuilt, too.
-MODS = (
-    *(f"cuattn.flex.{name}" for name in ("masks", "scores", "block_mask")),
-    "torch.nn.attention.flex_attention",
-)
+READY = ("cuattn.flex.masks", "cuattn.flex.scores")  # whose functions make masks and scores
+MODS = (*READY, "cuattn.flex.block_mask", "torch.nn.attention.flex_attention")
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:
@@ -348,6 +346,9 @@ def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
 
 def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
     """Trace a function: with its numbers as scalars, else as constants."""
+    if getattr(function, "__module__", None) in READY and function.__qualname__.isidentifier():
+        room = function.__module__.removeprefix("cuattn.")
+        raise TraceError(f"{what} {name}: makes such a function and is none; pass {room}.{name}()")
     refusal: Exception | None = None
     for keeps_scalars in (True, False):
         traced = Traced(name, is_score)
