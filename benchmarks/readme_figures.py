@@ -201,21 +201,11 @@ class Ratios(NamedTuple):
         return [value for value in self.values if value[0] < bars.NOISE]
 
 
-def ratios(document: dict, ours: str = "cuattn:auto") -> Ratios:
-    """Read the ratios of one of ours to the best peer of each row."""
-    found = [
-        (result["ratio_to_best_peer"], row["workload"]["name"], row["best_peer"])
-        for row, result in report.our_results(document)
-        if result["name"] == ours and "ratio_to_best_peer" in result
-    ]
-    return Ratios(sorted(found))
-
-
-def library_ratios(document: dict, ours: str) -> Ratios:
-    """Likewise, to the best peer that computes: a copy of as many bytes is a bound."""
+def ratios(document: dict, ours: str = "cuattn:auto", *, bound: str | None = None) -> Ratios:
+    """Read the ratios of one of ours to the best peer of each row, `bound` left out."""
     found = []
     for row, result in report.our_results(document):
-        peers = [r for r in row["results"] if not r["ours"] and "ms" in r and r["name"] != "memcpy"]
+        peers = [r for r in row["results"] if not r["ours"] and "ms" in r and r["name"] != bound]
         if result["name"] == ours and "ms" in result and peers:
             best = min(peers, key=lambda r: r["ms"])
             found.append((report.ratio(result, best), row["workload"]["name"], best["name"]))
@@ -253,7 +243,7 @@ def losses(found: dict[str, dict]) -> list[str]:
     usual = device_of(found.get("forward", {}))
     for family, document in found.items():
         for ours, words in (("cuattn:auto", ""), ("cuattn:replan", ", the plan made in the call")):
-            all_rows = library_ratios(document, ours)
+            all_rows = ratios(document, ours, bound="memcpy")  # a copy is no library
             if not all_rows.behind:
                 continue
             least, row, _ = all_rows.behind[0]

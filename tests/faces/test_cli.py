@@ -121,13 +121,18 @@ def test_explain_as_json_agrees_with_the_function(device):
         (("--q", "2,64,4,64", "--window", "-2,0"), "window must"),
         (("--q", "2,64"), "q"),
         (("--q", "2,64,4,64", "--backend", "nosuch"), "nosuch"),
-        (("--q", "2,64,4,64", "--device", "99"), "99"),
     ],
 )
 def test_explain_of_a_wrong_call_says_why_and_fails(words, message):
     done = run("explain", *words, code=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_explain_takes_a_gpu_by_its_number():
+    done = run("explain", "--q", "2,64,4,64", "--device", "99", code=1)
+    assert "99" in done.stderr
+    assert "device must be" not in done.stderr  # as of a name that is none
 
 
 def test_explain_of_no_numbers_says_what_they_look_like():

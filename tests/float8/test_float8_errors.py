@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -207,7 +209,7 @@ def test_jax_arrays_are_refused_as_those_of_numpy(name):
     jax = pytest.importorskip("jax")
     put = jax.numpy.asarray
     if name == "scale_less_than_0":  # a value, which is read on the CPU alone
-        put = lambda x: jax.device_put(x, jax.devices("cpu")[0])  # noqa: E731
+        put = functools.partial(jax.device_put, device=jax.devices("cpu")[0])
     with pytest.raises((TypeError, ValueError)) as expected:
         ALIKE[name](np.asarray)
     with pytest.raises(expected.type) as refused:

@@ -190,8 +190,8 @@ def is_own(function: Any) -> bool:
     return module[0] not in FOREIGN or ".".join(module) in MODS
 
 
-# Modules that hold functions of functions: those are rebuilt, too.
 READY = ("cuattn.flex.masks", "cuattn.flex.scores")  # whose functions make masks and scores
+# Modules that hold functions of functions: those are rebuilt, too.
 MODS = (*READY, "cuattn.flex.block_mask", "torch.nn.attention.flex_attention")
 
 
