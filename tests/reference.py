@@ -10,6 +10,7 @@ dtype. Next: cases.py (the rule), reference_backward.py (the gradients).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -417,11 +418,29 @@ def _product(a, b, rounded_to):
     """
     if rounded_to != np.float32:
         return a @ b
+    b = np.ascontiguousarray(b)
+    return _in_order(a, b) if b.shape[-1] < 2 or not _is_einsum_in_order() else _einsum(a, b)
+
+
+def _einsum(a, b):
+    """Rows of b, each times one element of a, in turn: the last axis of b is innermost."""
+    return np.einsum("...ik,...kj->...ij", a, b)
+
+
+def _in_order(a, b):
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     term = np.empty_like(total)
     for i in range(a.shape[-1]):
         total += np.multiply(a[..., i, None], b[..., i, None, :], out=term)
     return total
+
+
+@functools.cache
+def _is_einsum_in_order():
+    """Whether np.einsum, which takes a third of the time, rounds each product and each sum here."""
+    rng = np.random.default_rng()
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((2, 37, 300), (2, 300, 41)))
+    return np.array_equal(_einsum(a, b), _in_order(a, b))
 
 
 def _round(x, rounded_to):

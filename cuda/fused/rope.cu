@@ -9,7 +9,7 @@
 namespace cuattn {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kBlocksPerSm = 3;
 constexpr int kHeads = 4;  // of an item: 8 loads of 16 bytes in flight
 
 // How rows are dealt: a block takes `rows` of them, with `items` each, which are the pieces of
@@ -18,10 +18,45 @@ struct RotateTile {
   int rows, items, turned, copied;
 };
 
+// A piece as it lies in memory: two 16-bit elements a register, where a Piece may take one for each. So
+// three blocks fit on an SM, which hide the loads of one another.
+template <DType kType, int kSize>
+struct alignas(kSize * sizeof(Element<kType>)) PackedPiece {
+  using T = Element<kType>;
+  static constexpr bool kPairs = sizeof(T) == 2 && kSize > 1;
+  static constexpr int kWords = kPairs ? kSize / 2 : kSize;
+  std::conditional_t<kPairs, uint32_t, T> w[kWords];
+
+  __device__ void unpack(float (&x)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (!kPairs) {
+        x[i] = to_float(w[i]);
+      } else if constexpr (kType == DType::bf16) {
+        float2 pair = unpack_bf16(w[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+      } else {
+        x[2 * i] = to_float(Half{static_cast<uint16_t>(w[i])});
+        x[2 * i + 1] = to_float(Half{static_cast<uint16_t>(w[i] >> 16)});
+      }
+    }
+  }
+  __device__ void pack(const float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kPairs) {
+        w[i] = pack2<kType>(x[2 * i], x[2 * i + 1]);
+      } else {
+        w[i] = from_float<T>(x[i]);
+      }
+    }
+  }
+};
+
 template <DType kType, int kSize>
 struct RotateRow {
   using T = Element<kType>;
-  using P = Piece<T, kSize>;
+  using P = PackedPiece<kType, kSize>;
 
   const RotateParams& p;
   const T* x;
@@ -33,7 +68,7 @@ struct RotateRow {
     P pieces[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
-      if (h < heads) pieces[h] = load_piece<kSize>(x + h * p.x_strides.head + d);
+      if (h < heads) pieces[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + d);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
       if (h < heads) *reinterpret_cast<P*>(out + h * p.out_strides.head + d) = pieces[h];
@@ -49,8 +84,8 @@ struct RotateRow {
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) continue;
-      a[h] = load_piece<kSize>(x + h * p.x_strides.head + d);
-      b[h] = load_piece<kSize>(x + h * p.x_strides.head + other);
+      a[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + d);
+      b[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + other);
     }
     Piece<float, kSize> cos, sin;
     if (kSize >= 4 && p.interleaved) {
@@ -66,13 +101,11 @@ struct RotateRow {
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) continue;
       float low[kSize], high[kSize];
-      if (p.interleaved) {
-        turn_neighbours(a[h], b[h], cos, sin, low, high);
-      } else {
-        turn_halves(a[h], b[h], cos, sin, low, high);
-      }
-      store_piece(out + h * p.out_strides.head + d, low);
-      store_piece(out + h * p.out_strides.head + other, high);
+      a[h].unpack(low), b[h].unpack(high);
+      p.interleaved ? turn_neighbours(cos, sin, low, high) : turn_halves(cos, sin, low, high);
+      a[h].pack(low), b[h].pack(high);
+      *reinterpret_cast<P*>(out + h * p.out_strides.head + d) = a[h];
+      *reinterpret_cast<P*>(out + h * p.out_strides.head + other) = b[h];
     }
   }
 
@@ -88,28 +121,21 @@ struct RotateRow {
     for (int i = 0; i < kSize; ++i) both.x[i] = i < kHalf ? near.x[i] : far.x[i - kHalf];
     return both;
   }
-  static __device__ void turn_halves(const P& a, const P& b, const Floats& cos, const Floats& sin,
-                                     float (&low)[kSize], float (&high)[kSize]) {
+  static __device__ void turn_halves(const Floats& cos, const Floats& sin, float (&low)[kSize],
+                                     float (&high)[kSize]) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      Rotated y = rotated(to_float(a.x[i]), to_float(b.x[i]), cos.x[i], sin.x[i]);
-      low[i] = y.a, high[i] = y.b;
-    }
+    for (int i = 0; i < kSize; ++i) turn_pair(cos.x[i], sin.x[i], low[i], high[i]);
   }
-  // Elements 2 i and 2 i + 1 of a and b, end to end.
-  static __device__ void turn_neighbours(const P& a, const P& b, const Floats& cos,
-                                         const Floats& sin, float (&low)[kSize],
+  // Elements 2 i and 2 i + 1 of both, end to end.
+  static __device__ void turn_neighbours(const Floats& cos, const Floats& sin, float (&low)[kSize],
                                          float (&high)[kSize]) {
-    float x[2 * kSize];
+    auto at = [&](int i) -> float& { return i < kSize ? low[i] : high[i - kSize]; };
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = to_float(a.x[i]), x[i + kSize] = to_float(b.x[i]);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      Rotated y = rotated(x[2 * i], x[2 * i + 1], cos.x[i], sin.x[i]);
-      x[2 * i] = y.a, x[2 * i + 1] = y.b;
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) low[i] = x[i], high[i] = x[i + kSize];
+    for (int i = 0; i < kSize; ++i) turn_pair(cos.x[i], sin.x[i], at(2 * i), at(2 * i + 1));
+  }
+  static __device__ void turn_pair(float cos, float sin, float& a, float& b) {
+    Rotated y = rotated(a, b, cos, sin);
+    a = y.a, b = y.b;
   }
 };
 
@@ -118,7 +144,7 @@ __device__ bool has_aligned_rows(const float* table, int64_t stride) {
 }
 
 template <DType kType, int kSize>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     rotate(const __grid_constant__ RotateParams p, const __grid_constant__ RotateTile tile) {
   using T = Element<kType>;
   int64_t first = int64_t{blockIdx.x} * tile.rows, total = p.batch * p.seqlen;

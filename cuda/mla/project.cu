@@ -83,78 +83,137 @@ __global__ void __launch_bounds__(256) project_simt(const __grid_constant__ Proj
   }
 }
 
-// ---- 16 bits: 64 x 64 results a block, 32 x 32 a warp, steps of 64 along the inner axis in two
-// stages.
+// ---- 16 bits: a block has a tile of out, one or two warps high and as many wide as it takes, and steps
+// of 64 along the inner axis through a ring of stages. A number is summed in one order in all tiles.
 
-constexpr int kWarps = 4, kTile = 64, kTileBytes = kTile * kTile * 2;
+template <int kRows_, int kColumns_, int kWarpRows_, int kWarpColumns_, int kStages_>
+struct ProjectTile {
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kWarpRows = kWarpRows_, kWarpColumns = kWarpColumns_;
+  static constexpr int kWarpsWide = kColumns / kWarpColumns;
+  static constexpr int kThreads = 32 * kWarpsWide * (kRows / kWarpRows);
+  // A stage: rows of x, then of proj; each is 64 numbers long.
+  static constexpr int kXBytes = kRows * 128, kStageBytes = kXBytes + kColumns * 128;
+  static constexpr int kBytes = kStages * kStageBytes;
+};
+using FewRows = ProjectTile<16, 64, 16, 16, 4>;     // decode: proj is most of what is read
+using SomeRows = ProjectTile<64, 64, 32, 32, 2>;    // a tile for each SM, and more
+using ManyRows = ProjectTile<128, 128, 64, 32, 2>;  // reads half as much of L2
+constexpr int kStep = 64, kSquareBytes = kStep * 128;
 
-// Rows [row0, row0 + 64) and columns [column0, column0 + 64) of a matrix to shared memory; zeros
+// Rows [row0, row0 + kRows) and columns [column0, column0 + 64) of a matrix to shared memory; zeros
 // behind its ends.
-__device__ __forceinline__ void load_square(uint32_t to, const uint16_t* from, int64_t stride,
-                                            int32_t row0, int32_t rows, int32_t column0,
-                                            int32_t columns) {
-  int chunk = threadIdx.x % 8;
+template <int kRows, int kThreads>
+__device__ __forceinline__ void load_rows(uint32_t to, const uint16_t* from, int64_t stride,
+                                          int32_t row0, int32_t rows, int32_t column0,
+                                          int32_t columns) {
+  int chunk = threadIdx.x % 8, column = column0 + 8 * chunk;
 #pragma unroll
-  for (int pass = 0; pass < kTile * 8 / (kWarps * 32); ++pass) {
-    int row = pass * kWarps * 4 + threadIdx.x / 8, column = column0 + 8 * chunk;
+  for (int pass = 0; pass < kRows * 8 / kThreads; ++pass) {
+    int row = pass * (kThreads / 8) + threadIdx.x / 8;
     bool valid = row0 + row < rows && column < columns;
     const uint16_t* at = from + (row0 + row) * stride + column;
     device::cp_async16(to + device::swizzled<128>(row, chunk), valid ? at : from, valid);
   }
 }
 
-template <DType kType, bool kTranspose>
-__global__ void __launch_bounds__(kWarps * 32)
+// The results of a warp through its own part of shared memory, so that memory is written 16 bytes a
+// lane.
+template <DType kType, class Tile>
+__device__ __forceinline__ void store_warp(
+    const ProjectParams& p, const Place& at, char* memory, int warp_row, int warp_column,
+    const float (&sum)[Tile::kWarpRows / 16][Tile::kWarpColumns / 8][4]) {
+  constexpr int kChunks = Tile::kWarpColumns / 8;
+  int lane = threadIdx.x % 32;
+  auto place = [&](int row, int chunk) {
+    return memory + (row * kChunks + (chunk ^ (row * kChunks / 8 % kChunks))) * 16;
+  };
+#pragma unroll
+  for (int i = 0; i < Tile::kWarpRows / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const float* pair = &sum[i / 2][j][i % 2 * 2];
+      *reinterpret_cast<uint32_t*>(place(8 * i + lane / 4, j) + lane % 4 * 4) =
+          device::pack2<kType>(pair[0], pair[1]);
+    }
+  }
+  __syncwarp();
+  uint16_t* out = const_cast<uint16_t*>(rows_of<uint16_t>(p.out, p.out_strides, at));
+  int chunk = lane % kChunks, column = at.column0 + warp_column + 8 * chunk;
+#pragma unroll
+  for (int pass = 0; pass < Tile::kWarpRows * kChunks / 32; ++pass) {
+    int row = pass * (32 / kChunks) + lane / kChunks;
+    if (at.row0 + warp_row + row >= p.rows || column >= p.outer) continue;
+    *reinterpret_cast<uint4*>(out + (warp_row + row) * p.out_strides.seq + column) =
+        *reinterpret_cast<const uint4*>(place(row, chunk));
+  }
+}
+
+template <DType kType, bool kTranspose, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
     project_sm80(const __grid_constant__ ProjectParams p) {
-  __shared__ __align__(1024) char smem[2][2][kTileBytes];  // stage: x, proj
-  Place at = find_place<kTile, kTile>(p);
+  constexpr int kWarpRows = Tile::kWarpRows, kWarpColumns = Tile::kWarpColumns;
+  extern __shared__ __align__(1024) char smem[];
+  Place at = find_place<Tile::kRows, Tile::kColumns>(p);
   const uint16_t* gX = rows_of<uint16_t>(p.x, p.x_strides, at);
   const uint16_t* gW = static_cast<const uint16_t*>(p.proj) + at.h * p.proj_stride_head;
-  auto fill = [&](int stage, int32_t d0) {
+  auto x_tile_of = [&](int step) {
+    return device::smem_address(smem) + step % Tile::kStages * Tile::kStageBytes;
+  };
+  auto fill = [&](int step) {
+    int32_t d0 = step * kStep;
     if (d0 < p.inner) {
-      load_square(device::smem_address(smem[stage][0]), gX, p.x_strides.seq, 0, p.rows - at.row0,
-                  d0, p.inner);
-      uint32_t w_tile = device::smem_address(smem[stage][1]);
+      uint32_t x_tile = x_tile_of(step), w_tile = x_tile + Tile::kXBytes;
+      load_rows<Tile::kRows, Tile::kThreads>(x_tile, gX, p.x_strides.seq, 0, p.rows - at.row0, d0,
+                                             p.inner);
       if (kTranspose) {
-        load_square(w_tile, gW, p.proj_stride_row, at.column0, p.outer, d0, p.inner);
+        load_rows<Tile::kColumns, Tile::kThreads>(w_tile, gW, p.proj_stride_row, at.column0,
+                                                  p.outer, d0, p.inner);
       } else {
-        load_square(w_tile, gW, p.proj_stride_row, d0, p.inner, at.column0, p.outer);
+#pragma unroll
+        for (int i = 0; i < Tile::kColumns / 64; ++i)
+          load_rows<kStep, Tile::kThreads>(w_tile + i * kSquareBytes, gW, p.proj_stride_row, d0,
+                                           p.inner, at.column0 + 64 * i, p.outer);
       }
     }
     device::cp_async_commit();
   };
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int warp_row = warp / 2 * 32, warp_column = warp % 2 * 32;
-  float sum[2][4][4] = {};
-  fill(0, 0);
-  int stage = 0;
-  for (int32_t d0 = 0; d0 < p.inner; d0 += kTile, stage ^= 1) {
-    fill(stage ^ 1, d0 + kTile);
-    device::cp_async_wait<1>();
+  int warp_row = warp / Tile::kWarpsWide * kWarpRows;
+  int warp_column = warp % Tile::kWarpsWide * kWarpColumns;
+  float sum[kWarpRows / 16][kWarpColumns / 8][4] = {};
+#pragma unroll
+  for (int step = 0; step < Tile::kStages - 1; ++step) fill(step);
+  for (int step = 0; step * kStep < p.inner; ++step) {
+    fill(step + Tile::kStages - 1);
+    device::cp_async_wait<Tile::kStages - 1>();
     __syncthreads();
-    uint32_t x_tile = device::smem_address(smem[stage][0]);
-    uint32_t w_tile = device::smem_address(smem[stage][1]);
+    uint32_t x_tile = x_tile_of(step), w_tile = x_tile + Tile::kXBytes;
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      uint32_t x[2][4], w[2][4];
+    for (int part = 0; part < kStep / 16; ++part) {
+      uint32_t x[kWarpRows / 16][4], w[kWarpColumns / 16][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kWarpRows / 16; ++i) {
         int row = warp_row + 16 * i + lane % 16;
-        device::ldmatrix_x4(x[i], x_tile + device::swizzled<128>(row, 2 * step + lane / 16));
+        device::ldmatrix_x4(x[i], x_tile + device::swizzled<128>(row, 2 * part + lane / 16));
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpColumns / 16; ++i) {
         if (kTranspose) {  // rows of proj are columns of out
           int column = warp_column + 16 * i + lane / 16 * 8 + lane % 8;
           device::ldmatrix_x4(w[i],
-                              w_tile + device::swizzled<128>(column, 2 * step + lane / 8 % 2));
+                              w_tile + device::swizzled<128>(column, 2 * part + lane / 8 % 2));
         } else {
-          int d = 16 * step + lane / 8 % 2 * 8 + lane % 8;
-          int chunk = warp_column / 8 + 2 * i + lane / 16;
-          device::ldmatrix_x4_trans(w[i], w_tile + device::swizzled<128>(d, chunk));
+          int d = 16 * part + lane / 8 % 2 * 8 + lane % 8;
+          int chunk = warp_column % 64 / 8 + 2 * i + lane / 16;
+          uint32_t square = w_tile + warp_column / 64 * kSquareBytes;
+          device::ldmatrix_x4_trans(w[i], square + device::swizzled<128>(d, chunk));
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kWarpRows / 16; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kWarpColumns / 8; ++j) {
           device::mma_m16n8k16<kType>(sum[i][j], x[i], w[j / 2][2 * (j % 2)],
                                       w[j / 2][2 * (j % 2) + 1]);
         }
@@ -162,22 +221,9 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     __syncthreads();
   }
-  uint16_t* gOut = const_cast<uint16_t*>(rows_of<uint16_t>(p.out, p.out_strides, at));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int row = warp_row + 16 * i + 8 * half + lane / 4;
-      if (at.row0 + row >= p.rows) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int column = at.column0 + warp_column + 8 * j + 2 * (lane % 4);
-        if (column >= p.outer) continue;
-        *reinterpret_cast<uint32_t*>(gOut + row * p.out_strides.seq + column) =
-            device::pack2<kType>(sum[i][j][2 * half], sum[i][j][2 * half + 1]);
-      }
-    }
-  }
+  device::cp_async_wait<0>();
+  store_warp<kType, Tile>(p, at, smem + warp * kWarpRows * kWarpColumns * 2, warp_row, warp_column,
+                          sum);
 }
 
 // ---- copies, 16 bytes a thread
@@ -212,18 +258,44 @@ void launch_copy(const ProjectParams& p, const void* from, const Strides& stride
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
+// Tiles of that size in out.
+int64_t tiles_of(const ProjectParams& p, int rows, int columns) {
+  return int64_t{p.batch} * p.num_heads * ceil_div(p.rows, rows) * ceil_div(p.outer, columns);
+}
+
+template <DType kType, bool kTranspose, class Tile>
+void launch_tiles(const ProjectParams& p, cudaStream_t stream) {
+  static uint64_t allowed = 0;
+  auto* kernel = project_sm80<kType, kTranspose, Tile>;
+  allow_shared_memory(kernel, Tile::kBytes, allowed);
+  unsigned blocks = grid_blocks(tiles_of(p, Tile::kRows, Tile::kColumns), "project");
+  kernel<<<blocks, Tile::kThreads, Tile::kBytes, stream>>>(p);
+}
+
+// The largest tile that rows fill and of which there is one for every SM, or for every other.
+template <DType kType, bool kTranspose>
+void launch_sm80(const ProjectParams& p, cudaStream_t stream) {
+  int sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  int64_t some = tiles_of(p, SomeRows::kRows, SomeRows::kColumns);
+  if (p.rows <= FewRows::kRows || 2 * some < sms) {
+    launch_tiles<kType, kTranspose, FewRows>(p, stream);
+  } else if (p.rows <= SomeRows::kRows || tiles_of(p, ManyRows::kRows, ManyRows::kColumns) < sms) {
+    launch_tiles<kType, kTranspose, SomeRows>(p, stream);
+  } else {
+    launch_tiles<kType, kTranspose, ManyRows>(p, stream);
+  }
+}
+
 void launch_product(const ProjectParams& p, cudaStream_t stream) {
-  static_assert(kSide == kTile, "one grid for both");
-  int64_t tiles = int64_t{ceil_div(p.rows, kTile)} * ceil_div(p.outer, kTile);
-  unsigned blocks = grid_blocks(int64_t{p.batch} * p.num_heads * tiles, "project");
   if (p.dtype == DType::f32) {
+    unsigned blocks = grid_blocks(tiles_of(p, kSide, kSide), "project");
     project_simt<<<blocks, 256, 0, stream>>>(p);
   } else if (p.dtype == DType::f16) {
-    auto kernel = p.transpose ? project_sm80<DType::f16, true> : project_sm80<DType::f16, false>;
-    kernel<<<blocks, kWarps * 32, 0, stream>>>(p);
+    p.transpose ? launch_sm80<DType::f16, true>(p, stream)
+                : launch_sm80<DType::f16, false>(p, stream);
   } else {
-    auto kernel = p.transpose ? project_sm80<DType::bf16, true> : project_sm80<DType::bf16, false>;
-    kernel<<<blocks, kWarps * 32, 0, stream>>>(p);
+    p.transpose ? launch_sm80<DType::bf16, true>(p, stream)
+                : launch_sm80<DType::bf16, false>(p, stream);
   }
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

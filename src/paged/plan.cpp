@@ -104,15 +104,18 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Rows of packed latents take memory that the caller spared: more than 1 GiB by name alone.
-bool unpacks_little(const PagedRequest& r) {
-  return int64_t{r.num_seqs} * r.q_len * r.capacity * PackedLatent::kRowBytes <= int64_t{1} << 30;
+// Lists bring token by token, which 16 rows of queries do not pay for. Rows of packed latents take memory that
+// the caller spared: more than 1 GiB by name alone.
+bool pays_by_lists(const PagedRequest& r) {
+  int64_t tokens = int64_t{r.num_seqs} * r.q_len * r.capacity;
+  return rows_of(r) > 16 &&
+         (!has_packed(r) || tokens * PackedLatent::kRowBytes <= int64_t{1} << 30);
 }
 
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return rows_of(r) > 16 && (!has_packed(r) || unpacks_little(r));
+  if (r.latent) return !r.has_lists || pays_by_lists(r);
   return r.block_size % 16 == 0;
 }
 
