@@ -105,7 +105,6 @@ __global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kRowThreads,
                                   sizeof(Element<kType>) == 4 ? 1
                                   : kWarp ? 8
                                           : 2) norm(const __grid_constant__ NormParams p) {
-  using T = Element<kType>;
   using Rows = Team<kWarp>;
   int64_t index = Rows::row();
   if (index >= p.rows) return;
@@ -113,24 +112,28 @@ __global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kRowThreads,
   auto column_of = [](int i) { return (i * Rows::size() + Rows::rank()) * kSize; };
   int columns = static_cast<int>(p.columns);
 
-  Piece<T, kSize> h[kPieces] = {};
+  using P = PackedPiece<kType, kSize>;
+  P h[kPieces] = {};
+  float y[kSize];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    if (column_of(i) < columns) h[i] = load_piece<kSize>(row.x + column_of(i));
+    if (column_of(i) < columns) h[i] = P::load(row.x + column_of(i));
   }
   if (row.residual != nullptr) {
-    Piece<T, kSize> b[kPieces];
+    P b[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if (column_of(i) < columns) b[i] = load_piece<kSize>(row.residual + column_of(i));
+      if (column_of(i) < columns) b[i] = P::load(row.residual + column_of(i));
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (column_of(i) >= columns) continue;
+      float addend[kSize];
+      h[i].unpack(y), b[i].unpack(addend);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j)
-        h[i].x[j] = from_float<T>(to_float(h[i].x[j]) + to_float(b[i].x[j]));
-      *reinterpret_cast<Piece<T, kSize>*>(row.residual_out + column_of(i)) = h[i];
+      for (int j = 0; j < kSize; ++j) y[j] += addend[j];
+      h[i].pack(y);
+      h[i].store(row.residual_out + column_of(i));
     }
   }
   float mean = 0.0f, squares = 0.0f;
@@ -138,27 +141,24 @@ __global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kRowThreads,
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
+      h[i].unpack(y);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) sum += to_float(h[i].x[j]);
+      for (int j = 0; j < kSize; ++j) sum += y[j];
     }
     mean = Rows::sum(sum) / static_cast<float>(columns);
   }
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     if (column_of(i) >= columns) continue;
+    h[i].unpack(y);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      float difference = to_float(h[i].x[j]) - mean;
-      squares = fmaf(difference, difference, squares);
-    }
+    for (int j = 0; j < kSize; ++j) squares = fmaf(y[j] - mean, y[j] - mean, squares);
   }
   float inverse = row.inverse_of(Rows::sum(squares));
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     if (column_of(i) >= columns) continue;
-    float y[kSize];
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) y[j] = to_float(h[i].x[j]);
+    h[i].unpack(y);
     row.finish(column_of(i), y, mean, inverse);
   }
 }

@@ -9,48 +9,13 @@
 namespace cuattn {
 namespace {
 
-constexpr int kThreads = 256, kBlocksPerSm = 3;
-constexpr int kHeads = 4;  // of an item: 8 loads of 16 bytes in flight
+constexpr int kThreads = 256, kBlocksPerSm = 3;  // blocks that hide the loads of one another
+constexpr int kHeads = 4;                        // of an item: 8 loads of 16 bytes in flight
 
 // How rows are dealt: a block takes `rows` of them, with `items` each, which are the pieces of
 // groups of heads: first those that are turned, then those that are copied.
 struct RotateTile {
   int rows, items, turned, copied;
-};
-
-// A piece as it lies in memory: two 16-bit elements a register, where a Piece may take one for each. So
-// three blocks fit on an SM, which hide the loads of one another.
-template <DType kType, int kSize>
-struct alignas(kSize * sizeof(Element<kType>)) PackedPiece {
-  using T = Element<kType>;
-  static constexpr bool kPairs = sizeof(T) == 2 && kSize > 1;
-  static constexpr int kWords = kPairs ? kSize / 2 : kSize;
-  std::conditional_t<kPairs, uint32_t, T> w[kWords];
-
-  __device__ void unpack(float (&x)[kSize]) const {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (!kPairs) {
-        x[i] = to_float(w[i]);
-      } else if constexpr (kType == DType::bf16) {
-        float2 pair = unpack_bf16(w[i]);
-        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-      } else {
-        x[2 * i] = to_float(Half{static_cast<uint16_t>(w[i])});
-        x[2 * i + 1] = to_float(Half{static_cast<uint16_t>(w[i] >> 16)});
-      }
-    }
-  }
-  __device__ void pack(const float (&x)[kSize]) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (kPairs) {
-        w[i] = pack2<kType>(x[2 * i], x[2 * i + 1]);
-      } else {
-        w[i] = from_float<T>(x[i]);
-      }
-    }
-  }
 };
 
 template <DType kType, int kSize>
@@ -68,10 +33,10 @@ struct RotateRow {
     P pieces[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
-      if (h < heads) pieces[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + d);
+      if (h < heads) pieces[h] = P::load(x + h * p.x_strides.head + d);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
-      if (h < heads) *reinterpret_cast<P*>(out + h * p.out_strides.head + d) = pieces[h];
+      if (h < heads) pieces[h].store(out + h * p.out_strides.head + d);
   }
 
   // The two pieces of `kSize` columns of cos and sin. Neighbours have these from two places of the
@@ -84,8 +49,8 @@ struct RotateRow {
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) continue;
-      a[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + d);
-      b[h] = *reinterpret_cast<const P*>(x + h * p.x_strides.head + other);
+      a[h] = P::load(x + h * p.x_strides.head + d);
+      b[h] = P::load(x + h * p.x_strides.head + other);
     }
     Piece<float, kSize> cos, sin;
     if (kSize >= 4 && p.interleaved) {
@@ -104,8 +69,8 @@ struct RotateRow {
       a[h].unpack(low), b[h].unpack(high);
       p.interleaved ? turn_neighbours(cos, sin, low, high) : turn_halves(cos, sin, low, high);
       a[h].pack(low), b[h].pack(high);
-      *reinterpret_cast<P*>(out + h * p.out_strides.head + d) = a[h];
-      *reinterpret_cast<P*>(out + h * p.out_strides.head + other) = b[h];
+      a[h].store(out + h * p.out_strides.head + d);
+      b[h].store(out + h * p.out_strides.head + other);
     }
   }
 

@@ -49,6 +49,45 @@ __device__ __forceinline__ void store_piece(T* to, const float (&x)[kSize]) {
   *reinterpret_cast<Piece<T, kSize>*>(to) = y;
 }
 
+// A piece as it lies in memory, for kernels that keep many: two 16-bit elements a register, where a Piece
+// takes one for each.
+template <DType kType, int kSize>
+struct alignas(kSize * sizeof(Element<kType>)) PackedPiece {
+  using T = Element<kType>;
+  static constexpr bool kPairs = sizeof(T) == 2 && kSize > 1;
+  static constexpr int kWords = kPairs ? kSize / 2 : kSize;
+  std::conditional_t<kPairs, uint32_t, T> w[kWords];
+
+  static __device__ PackedPiece load(const T* from) {
+    return *reinterpret_cast<const PackedPiece*>(from);
+  }
+  __device__ void store(T* to) const { *reinterpret_cast<PackedPiece*>(to) = *this; }
+  __device__ void unpack(float (&x)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (!kPairs) {
+        x[i] = to_float(w[i]);
+      } else if constexpr (kType == DType::bf16) {
+        float2 pair = unpack_bf16(w[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+      } else {
+        x[2 * i] = to_float(Half{static_cast<uint16_t>(w[i])});
+        x[2 * i + 1] = to_float(Half{static_cast<uint16_t>(w[i] >> 16)});
+      }
+    }
+  }
+  __device__ void pack(const float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kPairs) {
+        w[i] = pack2<kType>(x[2 * i], x[2 * i + 1]);
+      } else {
+        w[i] = from_float<T>(x[i]);
+      }
+    }
+  }
+};
+
 // Whether rows of `item` bytes an element can be cut into pieces of 16 bytes. `elements`: all
 // strides and lengths; nullptr may lie anywhere.
 template <class... Elements>
