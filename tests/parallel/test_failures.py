@@ -213,6 +213,21 @@ def test_what_cannot_run_is_refused_by_name(pool):
             assert found[name][1].startswith("parallel.attention"), found[name]
 
 
+def unshard_with_a_gradient(ranks):
+    x = torch.zeros(1, 4, requires_grad=True)
+    layout = Layout("contiguous", 4 * ranks.size, ranks.size, chunk=4)
+    with torch.no_grad():
+        assert layout.unshard(x, ranks.group).shape == (1, 4 * ranks.size)
+    assert layout.unshard([x] * ranks.size).requires_grad  # no rank is asked for its rows
+    with pytest.raises(NotImplementedError, match=r"x requires grad, .* or pass x\.detach\(\)"):
+        layout.unshard(x, ranks.group)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_unshard_refuses_what_wants_a_gradient(size, gloo):
+    gloo.run(size, unshard_with_a_gradient)
+
+
 def lose_a_rank(ranks, victim, how):
     """A rank dies or never comes, after a call that went well."""
     call(ranks)

@@ -159,3 +159,10 @@ def test_what_is_no_layout_is_refused_by_name(name):
     call, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_counts_are_integers():
+    for name, seqlen, chunk in (("seqlen", 10.5, None), ("chunk", 10, 5.5)):
+        with pytest.raises(TypeError, match=f"Layout: {name} must be an integer, got .*; pass an"):
+            Layout("zigzag", seqlen, 1, chunk=chunk)
+    assert Layout("zigzag", np.int64(10), 1).rows(0) == 10

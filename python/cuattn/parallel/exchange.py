@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._arrays import wants_gradient
 from .layout import Layout, Span
 from .team import Team, gather_into, teams_of
 
@@ -71,6 +72,11 @@ def by_rank(layout: Layout, rows: Tensor) -> Tensor:
 
 def gather_parts(x: Tensor, layout: Layout, group: Any, axis: int) -> list[Tensor]:
     """Give every rank the rows of all, as a list in order of ranks; for Layout.unshard."""
+    if wants_gradient(x):
+        raise NotImplementedError(
+            "Layout.unshard: x requires grad, but no gradient goes through the gather; compute the "
+            "loss on this rank's rows, or pass x.detach()"
+        )
     inner, outer = teams_of("Layout.unshard", group)
     sizes = (1 if inner is None else inner.size, outer.size)
     if sizes != (layout.inner, layout.outer):

@@ -74,6 +74,9 @@ class Layout:
         chunk: int | None,
         owners: Sequence[int],
     ) -> None:
+        for name, n in (("seqlen", seqlen), ("size", outer), ("size", inner), ("chunk", chunk)):
+            if n is not None and not hasattr(n, "__index__"):
+                raise TypeError(f"Layout: {name} must be an integer, got {n!r}; pass an int")
         if seqlen < 0:
             raise ValueError(f"Layout: seqlen must be >= 0, got {seqlen}; count the tokens")
         if chunk is None:
@@ -258,6 +261,13 @@ class Layout:
         -------
         array like x
             With `seqlen` tokens on that axis.
+
+        Raises
+        ------
+        ValueError
+            Other tokens than the layout gives a rank, or the group of another layout.
+        NotImplementedError
+            A tensor that requires grad, in grad mode: no gradient goes through the gather.
         """
         if isinstance(x, (list, tuple)):
             return self._joined(list(x), dim)
