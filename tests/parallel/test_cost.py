@@ -117,7 +117,8 @@ def test_the_choice_is_among_what_can_run():
 def test_the_words_tell_what_one_rank_would_take():
     found = choice_of(shape_of(), 8192)
     assert f"one rank that held all: {found.alone * 1e3:.3f} ms" in str(found)
-    assert "gather: the least time by the model" in str(found)
+    assert "gather: the least time by the model of two H100s (parallel.calibrate" in str(found)
+    assert str(choice_of(shape_of(), 8192, size=1)) == "local: the group has one rank"
     asked = choice_of(shape_of(), 8192, wanted="ring")
     assert asked.scheme == "ring"
     assert dataclasses.replace(asked, scheme="gather").seconds == found.seconds

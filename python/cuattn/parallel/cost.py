@@ -91,7 +91,9 @@ class Choice:
         lines += [f"  one rank that held all: {self.alone * 1e3:.3f} ms"] if self.alone else []
         lines += [f"  {name}: {t * 1e3:.3f} ms by the model" for name, t in self.seconds.items()]
         lines += [f"  {name}: no, {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, f"  gather's buffers: {self.buffer_bytes} bytes"])
+        if self.scheme != "local":
+            lines.append(f"  gather's buffers: {self.buffer_bytes} bytes")
+        return "\n".join(lines)
 
 
 def gather_groups(
@@ -206,6 +208,7 @@ def choose(
     """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
     refused, memory, speeds = limits
     refused = dict(refused)
+    where = "" if speeds else " of two H100s (parallel.calibrate measures this group)"
     speeds = speeds or Speeds()
     groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
     seconds = model(shape, seqlen, size, speeds, groups)
@@ -229,7 +232,7 @@ def choose(
         words = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise NotImplementedError(f"{function}: no scheme can run this call: {words}")
     best = min(possible, key=lambda name: (possible[name], name))
-    reason = "the least time by the model"
+    reason = "the least time by the model" + where
     return Choice(best, possible, refused, reason, needed, "", groups, alone)
 
 
