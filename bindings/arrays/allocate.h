@@ -115,7 +115,7 @@ inline const char* dtype_word(DLDataType dtype) {
 }
 
 inline nb::object ml_dtype(const char* word) {
-  return nb::module_::import_("numpy").attr("dtype")(nb::module_::import_("ml_dtypes").attr(word));
+  return nb::module_::import_("cuattn._memory").attr("ml_dtype")(word);
 }
 
 inline nb::object numpy_dtype(DLDataType dtype) {

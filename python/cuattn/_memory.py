@@ -16,6 +16,19 @@ import numpy as np
 WORD = np.dtype(np.int64)
 
 
+def ml_dtype(name: str) -> np.dtype:
+    """Find a dtype that numpy has by ml_dtypes."""
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"cuattn: numpy arrays of {name} need ml_dtypes, which is not installed; pip install "
+            "ml_dtypes, or pass arrays of torch",
+            name=missing.name,
+        ) from None
+    return np.dtype(getattr(ml_dtypes, name))
+
+
 class NumpyMemory:
     """Arrays of numpy; the base of the others."""
 
@@ -25,11 +38,7 @@ class NumpyMemory:
     @staticmethod
     def dtype(name: str) -> np.dtype:
         """Find numpy's dtype of that name."""
-        if name in ("bfloat16", "float8_e4m3fn"):
-            import ml_dtypes
-
-            return np.dtype(getattr(ml_dtypes, name))
-        return np.dtype(name)
+        return ml_dtype(name) if name in ("bfloat16", "float8_e4m3fn") else np.dtype(name)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Allocate on the device."""

@@ -89,6 +89,25 @@ def test_importing_cuattn_imports_no_array_library_but_numpy():
     assert result.stdout.strip() == "[]"
 
 
+def test_without_ml_dtypes_numpy_is_told_what_it_needs():
+    code = """
+import sys
+sys.modules["ml_dtypes"] = None
+import numpy as np, cuattn
+q = np.zeros((1, 4, 2, 16), np.uint8)
+for call in (lambda: cuattn.attention(q, q, q, dtype="float8_e4m3fn"),
+             lambda: cuattn.PagedKVCache(1, 2, 16, 2, 16, "bfloat16", like=q)):
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stdout
+    assert all("bfloat16 need ml_dtypes, which is not inst" in line for line in lines), lines
+
+
 def test_results_come_back_in_the_library_of_q(device, rng):
     scene = Scene(device)
     q = scene.put(example(rng, 1, 3, 2, 8))
