@@ -27,7 +27,7 @@ inline DLDataType dtype_named(const char* op, nb::handle value, const char* name
     if (text == word.text) return word.dtype;
   }
   raise(PyExc_ValueError, op, ": ", name, " must be float32, float16 or bfloat16, got ", text,
-        "; cast it");
+        "; pass one of these names");
 }
 
 // An array may also be of a dtype that none may have in its place, which its own rule then says.

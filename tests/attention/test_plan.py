@@ -347,6 +347,12 @@ def test_arguments_that_explain_cannot_read():
         ValueError, match="explain: op must be one of 'attention', 'attention_varlen'"
     ):
         cuattn.explain("softmax", shape, shape, shape)
+    q = np.zeros(shape, np.float32)
+    for op in (q, cuattn.attention):
+        with pytest.raises(TypeError, match=r"explain: op must be the name .* 'attention', .*got"):
+            cuattn.explain(op, q, q, q)
+    with pytest.raises(ValueError, match=r"dtype must be float32, .* got bf16; pass one of these"):
+        cuattn.explain("attention", shape, shape, shape, dtype="bf16")
     with pytest.raises(TypeError, match="explain: attention takes q, k, v, got 1 arguments"):
         cuattn.explain("attention", shape)
     with pytest.raises(TypeError, match="explain: attention has no option colour"):

@@ -23,6 +23,8 @@ from .residual import with_residual
 from .rows import DEFAULTS, explain_rows
 
 ROPE_LINE = "  rope: apply_rope rotates q before the kernel, into memory of q's library\n"
+FLEX = ("flex_attention", "flex_attention_backward")
+KNOWN = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention", *MLA, *FLEX)
 
 
 def explain(
@@ -64,6 +66,11 @@ def explain(
     ValueError, NotImplementedError
         As the call itself would.
     """
+    if not isinstance(op, str):
+        raise TypeError(
+            f"explain: op must be the name of a function, one of {', '.join(map(repr, KNOWN))}, "
+            f"got {type(op).__name__}; pass it before the arrays"
+        )
     passes = TURNED.get(op, ())
     is_turned = "rope" in passes and has_rope(op, options)
     for name in passes:
@@ -89,9 +96,7 @@ def explain(
     if op in FORWARD:
         return explain_backward(op, arrays_or_shapes, device, dtype, options)
     if op not in ROWS:
-        flex = ("flex_attention", "flex_attention_backward")
-        known = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention", *MLA, *flex)
-        raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
+        raise ValueError(f"explain: op must be one of {', '.join(map(repr, KNOWN))}, got {op!r}")
     names = OPS[op].positional
     if len(arrays_or_shapes) != len(names):
         raise TypeError(
