@@ -193,6 +193,15 @@ def test_negated_views_are_refused():
         cuattn.attention(torch.randn(2, 9, 4, 32, dtype=torch.complex64).conj().imag, k, v)
 
 
+def test_arrays_of_numpy_and_unknown_names_are_refused_by_name():
+    x = torch.randn(1, 4, 2, 16)
+    with pytest.raises(TypeError, match=r"^attention: q must be a torch tensor, got ndarray; pass"):
+        cuattn.torch.attention(x.numpy(), x, x)
+    compiled = torch.compile(lambda x: cuattn.torch.attention(x, x, x, colour=1), backend="eager")
+    with pytest.raises(TypeError, match=r"^attention: there is no argument colour"):
+        compiled(x)
+
+
 @pytest.mark.parametrize("name", ["out", "lse_out", "workspace", "stream"])
 def test_ops_refuse_what_they_do_not_own(name):
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -406,6 +406,9 @@ def refusals():
             "attn_mask must be None with is_causal=True",
         ),
         "dropout": (ValueError, {"dropout_p": 1.5}, "dropout_p must lie in"),
+        "numpy": (TypeError, {"query": x.numpy()}, "query must be a torch tensor, got ndarray"),
+        "numpy key": (TypeError, {"key": x.numpy()}, "key must be a torch tensor, got ndarray"),
+        "numpy mask": (TypeError, {"attn_mask": x.numpy()}, "attn_mask must be a torch tensor"),
     }
 
 

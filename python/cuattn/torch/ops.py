@@ -56,6 +56,10 @@ UNTRACED = {
     | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
     for op in ROWS
 }
+NAMED = {
+    op: {o.name for o in TRACED[op]} | {"return_lse", "deterministic", "physical_layout"}
+    for op in ROWS
+}
 SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
 AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts
 # What the builtins of the library do not take themselves, or mean otherwise.
@@ -296,6 +300,16 @@ def as_tensor(value: Any, q: Tensor) -> Tensor | None:
     return torch.full((1,), float(value), dtype=torch.float32, device=q.device)
 
 
+def check_tensors(op: str, arrays: Iterable[Any]) -> None:
+    """Refuse queries, keys and values of another library."""
+    for name, x in zip("qkv", arrays, strict=False):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{op}: {name} must be a torch tensor, got {type(x).__name__}; pass "
+                f"torch.as_tensor({name}), or arrays of one library to cuattn.{op}"
+            )
+
+
 def run_op(
     op: str, arguments: tuple[Any, ...], options: dict[str, Any], wants_gradient: bool
 ) -> Any:
@@ -304,6 +318,7 @@ def run_op(
     lse is made where a gradient is wanted, which starts from it.
     """
     q = arguments[0]
+    check_tensors(op, arguments[:3])
     if wants_gradient and q.dtype in CODES:
         refuse_float8(op)
     if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
@@ -313,6 +328,11 @@ def run_op(
             options = without_untraced(op, options)
         return attend(op, arguments, options)
     rest = without_untraced(op, options)
+    unknown = [name for name in rest if name not in NAMED[op]]
+    if unknown:
+        raise TypeError(
+            f"{op}: there is no argument {unknown[0]}; help(cuattn.{op}) lists what there is"
+        )
     tensors = [as_tensor(rest.pop(name, None), q) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
     watched = wants_gradient or torch._C._are_functorch_transforms_active()
@@ -329,6 +349,7 @@ def is_plain(q: Tensor, options: dict[str, Any]) -> bool:
 
 def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
+    check_tensors(op, arguments[:1])
     q, k, v = autocast(*arguments[:3])
     arguments = (q, k, v, *arguments[3:])
     options = with_dropout_state(q, options)

@@ -72,13 +72,13 @@ def scaled_dot_product_attention(
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     masked_twice = is_causal and attn_mask is not None
-    if not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa):
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-        order = None if query.is_contiguous() else stride_order(query)
-        try:
+    try:
+        if not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa):
+            query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+            order = None if query.is_contiguous() else stride_order(query)
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order, False)
-        except (TypeError, ValueError):  # strides, or what has to be said in torch's words
-            pass
+    except (AttributeError, TypeError, ValueError):  # no tensors, strides, or what has to be said
+        pass  # in torch's words
     return run_unusual(*given)
 
 

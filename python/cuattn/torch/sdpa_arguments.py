@@ -34,7 +34,12 @@ class Fitted(NamedTuple):
 
 
 def check_kind(name: str, x: Tensor) -> None:
-    """Refuse tensors that are no dense array, by name."""
+    """Refuse what is no tensor, and tensors that are no dense array, by name."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{OP}: {name} must be a torch tensor, got {type(x).__name__}; pass "
+            f"torch.as_tensor({name})"
+        )
     if x.is_nested:
         raise NotImplementedError(
             f"{OP}: {name} must be a dense tensor, got a nested one; pass its values and offsets "
@@ -95,9 +100,9 @@ def check(
 def check_mask(attn_mask: Tensor, query: Tensor) -> None:
     """Refuse a mask of a kind that torch does not take either, or that has no memory."""
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        narrow = "" if query.dtype == torch.float32 else f", {query.dtype} like query"
         raise ValueError(
-            f"{OP}: attn_mask must be bool, float32 or {query.dtype} like query, got "
-            f"{attn_mask.dtype}; cast it"
+            f"{OP}: attn_mask must be bool{narrow} or float32, got {attn_mask.dtype}; cast it"
         )
     if type(attn_mask).__name__ == "CausalBias":
         raise NotImplementedError(
