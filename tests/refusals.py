@@ -86,8 +86,7 @@ REFUSALS = {
         f"workspace {ARRAY}, got list; convert it first"),
     # Options
     "layout_unknown": ("attention", {"layout": "sbhd"}, ValueError,
-        "layout must be 'bshd' or 'bhsd' (merge_states: or 'nhd', 'thd'), got 'sbhd'; choose "
-        "one of these"),
+        "layout must be 'bshd' or 'bhsd', got 'sbhd'; choose one of these"),
     "layout_number": ("attention", {"layout": 3}, TypeError,
         "layout must be a string, got 3; pass a str"),
     "accumulate_unknown": ("attention", {"accumulate": "slow"}, ValueError,
@@ -257,8 +256,7 @@ REFUSALS = {
     "merge_lse_axes": ("merge_states", {"lse_a": ones(1, 2, 3, 5)}, ValueError,
         "lse_a must have one axis less than out_a (3), got 4; reshape it"),
     "merge_layout_unknown": ("merge_states", {"layout": "x"}, ValueError,
-        "layout must be 'bshd' or 'bhsd' (merge_states: or 'nhd', 'thd'), got 'x'; choose one "
-        "of these"),
+        "layout must be 'bshd', 'bhsd', 'nhd' or 'thd', got 'x'; choose one of these"),
     "merge_layout_of_3_axes": ("merge_states", {"layout": "nhd"}, ValueError,
         "out_a must have 3 axes [n, num_heads, head_dim], got 4 with shape (2, 5, 3, 8); "
         "reshape it"),

@@ -80,8 +80,9 @@ inline int32_t parse_layout(const char* op, nb::handle value) {
   for (const Word& word : kWords) {
     if (std::strcmp(text, word.text) == 0) return word.code;
   }
-  raise(PyExc_ValueError, op,
-        ": layout must be 'bshd' or 'bhsd' (merge_states: or 'nhd', 'thd'), got '", text,
+  bool merges = std::strcmp(op, "merge_states") == 0;
+  raise(PyExc_ValueError, op, ": layout must be 'bshd'",
+        merges ? ", 'bhsd', 'nhd' or 'thd', got '" : " or 'bhsd', got '", text,
         "'; choose one of these");
 }
 

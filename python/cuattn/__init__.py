@@ -111,7 +111,9 @@ if not TYPE_CHECKING:  # to whom any name would be an attribute
 
         needs = {"jax": "jax", "torch": "torch", "parallel": "torch"}
         if name not in needs:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            part = {"compat": "flash_attn", "integrations": "transformers"}.get(name)
+            way_out = f"; import a module of it, as {__name__}.{name}.{part}" if part else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{way_out}")
         if importlib.util.find_spec(needs[name]) is None:
             raise AttributeError(
                 f"module {__name__!r} has no attribute {name!r}: {needs[name]} is not installed; "

@@ -99,8 +99,9 @@ void norm(const TensorView& x, const TensorView& weight, const cuattn_norm_optio
     p.residual_stride = rows_of(fn, "residual", residual, false).stride;
     p.residual_out = sum.data;
     p.residual_out_stride = rows_of(fn, "residual_out", sum, true).stride;
-    memory.writes({"residual_out", sum});
-    if (!is_same_view(sum, residual)) memory.reads({"residual", residual});
+    bool in_place = is_same_view(sum, residual);
+    memory.writes({in_place ? "residual" : "residual_out", sum});
+    if (!in_place) memory.reads({"residual", residual});
   }
   if (!is_same_view(out, x)) memory.reads({"x", x});
   memory.reads({"weight", weight});

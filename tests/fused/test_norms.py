@@ -150,7 +150,7 @@ REFUSED = [
     (lambda: cuattn.rms_norm(X, W, residual_out=X.copy()), "residual_out must be NULL without"),
     (
         lambda: cuattn.rms_norm(X, W, residual=X),
-        "rms_norm: residual_out must not share memory with x",
+        "rms_norm: residual must not share memory with x",
     ),
     (lambda: cuattn.rms_norm(X, W, residual=X[:2].copy()), "rms_norm: residual must have shape"),
     (lambda: cuattn.rms_norm(X, W, out=X[0]), "rms_norm: out must have shape"),
