@@ -119,8 +119,8 @@ def attention(
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
         Queries: float32, float16, bfloat16, or float8_e4m3fn or int8 with scales; on the CPU or a
         CUDA device, in any library with DLPack. head_dim is a multiple of 8 up to 512 (float8,
-        int8: of 16 up to 256; above 256 without a gradient). Any strides, if the last axis is
-        contiguous (and rows start on 16 bytes, on CUDA).
+        int8: of 16 up to 256; above 256 without a gradient). Any strides that are not negative, if
+        the last axis is contiguous (and rows start on 16 bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
@@ -172,7 +172,8 @@ def attention(
         what remains. "tiled" and "cublas" have none.
     dropout_seed, dropout_offset : int
         Which are dropped: a function of these and of the place alone (docs/backward.md). A seed
-        from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
+        from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1. A call
+        on torch tensors without seed and state draws a seed from torch's generator.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
     dropout_row, dropout_key, dropout_head, dropout_heads : int
@@ -404,7 +405,8 @@ def attention_varlen(
     Returns
     -------
     out : array like q, [total_q, num_heads_q, head_dim_v]
-        In the library of q.
+        In the library of q. Rows of no sequence, as those behind ``cu_seqlens_q[-1]``, are not
+        written, here and in lse: in a result that the call allocates they hold anything.
     lse : float32 array, [num_heads_q, total_q]
         With return_lse only.
 

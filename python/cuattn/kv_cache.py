@@ -50,8 +50,8 @@ def reshape_and_cache(
     ----------
     k : array, [num_tokens, num_heads_kv, head_dim]
         New keys: float32, float16 or bfloat16. head_dim is a multiple of 8 (float8_e4m3fn caches:
-        16) up to 1024. Any strides, if the last axis is contiguous (and rows start on 16 bytes, on
-        CUDA).
+        16) up to 1024. Any strides that are not negative, if the last axis is contiguous (and rows
+        start on 16 bytes, on CUDA).
     v : array, [num_tokens, num_heads_kv, head_dim_v]
         New values, of k's dtype; head_dim_v may differ from head_dim.
     k_cache, v_cache : array, written

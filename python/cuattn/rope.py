@@ -167,8 +167,8 @@ def apply_rope(
     Parameters
     ----------
     x : array, [batch, seqlen, num_heads, head_dim] or [n, num_heads, head_dim]
-        float32, float16 or bfloat16. Any strides, if the last axis is contiguous (and rows start on
-        16 bytes, on CUDA).
+        float32, float16 or bfloat16. Any strides that are not negative, if the last axis is
+        contiguous (and rows start on 16 bytes, on CUDA).
     cos, sin : float32 array, [max_position, rotary_dim / 2]
         As `rope_table` gives them; rotary_dim elements of a head are turned.
     positions : int64 array, [batch, seqlen] or [n], optional
