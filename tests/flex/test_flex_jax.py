@@ -151,7 +151,8 @@ def test_a_gradient_of_a_gradient_is_refused(second):
     ("wrong", "message"),
     [
         ({"causal": 1}, "causal must be True or False, got 1; pass a bool"),
-        ({"causal": np.True_.reshape(1)}, "causal must be True or False, got array"),
+        # Traced, JAX may have asked before whether it can be a static argument.
+        ({"causal": np.True_.reshape(1)}, "causal must be (True or False|a Python value)"),
         ({"batch_invariant": 0}, "batch_invariant must be True or False, got 0; pass a bool"),
         ({"num_splits": 2.0}, "num_splits must be"),
         ({"softcap": -1.0}, "softcap must be"),
