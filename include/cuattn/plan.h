@@ -54,6 +54,7 @@ struct AttentionRequest {
   int64_t total_q;              // rows of q, of all sequences
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
+  bool has_sequence_scales;     // float8: some array has a scale for each sequence
   bool has_float8_pages;        // paged: the blocks hold codes of float8
   bool is_fast;                 // float8: sums of one level will do
 };
@@ -120,7 +121,8 @@ struct Plan {
   int32_t num_chunks;
   size_t workspace_bytes;
   size_t turned_bytes;  // of these at the end, for float8 values that are turned into columns; or 0
-  const char* reason;   // one clause, static storage
+  size_t numbers_bytes;  // likewise, for codes that become numbers of 16 bits first; or 0
+  const char* reason;    // one clause, static storage
 };
 
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".

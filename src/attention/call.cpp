@@ -5,6 +5,7 @@
 #include "src/attention/call.h"
 
 #include "src/attention/flex.h"
+#include "src/attention/numbers.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
@@ -51,6 +52,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
   r.is_fast = call.is_fast;
+  r.has_sequence_scales = q_scales[0] > 1 || k_scales[0] > 1 || p.float8.v.extents[0] > 1;
   r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
@@ -222,6 +224,11 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     return run_step(step_of(call, nullptr), call.plan, workspace, stream);
   if (call.plan.keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
   if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
+  if (call.plan.numbers_bytes > 0) {
+    AttentionCall numbers = call;
+    make_numbers(numbers, workspace, stream);
+    return launch(numbers, workspace, stream);
+  }
   launch(call, workspace, stream);
 }
 

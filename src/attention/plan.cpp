@@ -10,6 +10,7 @@
 
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
+#include "src/attention/numbers.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"
@@ -252,9 +253,9 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
   if (r.dtype == DType::i8 && !is_cpu && kernel != Kernel::naive)
-    return "it does not take int8 q and k yet, which naive converts";
+    return "it does not take int8 q and k yet";
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
-    return "it does not take float8_e4m3fn, which naive converts";
+    return "it does not take float8_e4m3fn";
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
     if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
@@ -374,6 +375,20 @@ const Rung& best_rung(const AttentionRequest& r, const DeviceInfo& device) {
   return naive;
 }
 
+// The fastest that serves the call. A pass over codes costs less than scores in memory.
+Plan best_plan(const Rung& best, const AttentionRequest& r, const DeviceInfo& device) {
+  if (best.kernel == Kernel::naive && may_become_numbers(r, device)) {
+    const Rung& other = best_rung(as_numbers(r), device);
+    if (other.kernel != Kernel::naive) {
+      Plan plan = make_plan(other, as_numbers(r), device);
+      plan.numbers_bytes = numbers_bytes(function_of(r), r);
+      plan.workspace_bytes = whole_pieces(plan.workspace_bytes) + plan.numbers_bytes;
+      return plan;
+    }
+  }
+  return make_plan(best, r, device);
+}
+
 }  // namespace
 
 bool is_auto(const char* backend) {
@@ -395,7 +410,7 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
   const char* function = function_of(request);
   require_supported(function, device);
   const Rung& best = best_rung(request, device);
-  if (is_auto(backend)) return make_plan(best, request, device);
+  if (is_auto(backend)) return best_plan(best, request, device);
   const Rung& rung = named_rung(function, backend, device.is_cuda);
   const char* why = wrong_side(rung.on_cuda, device.is_cuda);
   if (why == nullptr) why = refusal(rung.kernel, request, device);
@@ -406,10 +421,12 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
 std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,
                               const char* backend) {
   Plan plan = select_attention(request, device, backend);
+  AttentionRequest numbers = as_numbers(request);
   std::string text;
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
-    const char* why = refusal(rung.kernel, request, device);
+    bool of_numbers = plan.numbers_bytes > 0 && rung.kernel == plan.kernel;
+    const char* why = refusal(rung.kernel, of_numbers ? numbers : request, device);
     bool chosen = rung.kernel == plan.kernel;
     text +=
         rung_line(rung.kernel, chosen, why, rung.automatic ? "can: " : "by name only: ", rung.merit,
@@ -455,6 +472,7 @@ std::string access_clause(const Plan& plan) {
     cut = concat("; probabilities are rounded to float8, sums have ",
                  is_fast ? "one level" : "two levels");
   }
+  if (plan.numbers_bytes > 0) cut += "; codes become numbers of 16 bits first";
   if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);

@@ -104,8 +104,8 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Lists bring token by token, which 16 rows of queries do not pay for. Rows of packed latents take memory that
-// the caller spared: more than 1 GiB by name alone.
+// Lists bring token by token, which 16 rows of queries do not pay for. Rows of packed latents take
+// memory that the caller spared: more than 1 GiB by name alone.
 bool pays_by_lists(const PagedRequest& r) {
   int64_t tokens = int64_t{r.num_seqs} * r.q_len * r.capacity;
   return rows_of(r) > 16 &&

@@ -22,7 +22,7 @@ from harness import target_params
 
 PAIRS = cases.pairwise(FACTORS)[::5]  # the kernels' own options have all pairs in test_prefill.py
 PARTS = 3
-CUDA = ("naive",)  # auto: test_float8_sm90.py
+CUDA = ("naive",)  # auto: test_float8_sm90.py, test_float8_numbers.py
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float8", "int8"])  # q and k
@@ -202,12 +202,14 @@ def test_a_gpu_says_why_other_kernels_do_not_take_it():
     plan = cuattn.explain("attention", shape, shape, shape, **given)
     assert plan.kernel == "sm90"
     plan = cuattn.explain("attention", shape, shape, shape, softcap=2.0, **given)
-    assert plan.kernel == "naive"
+    assert plan.kernel == "sm90"
+    assert "codes become numbers of 16 bits first" in plan.ladder
     assert plan.ladder.count("it does not take float8_e4m3fn") == 4
     codes = [(word, *shape) for word in ("int8", "int8", "float8_e4m3fn")]
     plan = cuattn.explain("attention", *codes, device="h100")
-    assert plan.kernel == "naive"
-    assert plan.ladder.count("it does not take int8 q and k yet, which naive converts") == 5
+    assert plan.kernel == "sm90"
+    assert "codes become numbers of 16 bits first" in plan.ladder
+    assert plan.ladder.count("it does not take int8 q and k yet") == 4
 
 
 # Mutants: the oracle reads scales wrongly; the rule must notice each.
