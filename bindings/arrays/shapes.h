@@ -16,7 +16,8 @@ struct DtypeWord {
   DLDataType dtype;
 };
 
-inline DLDataType dtype_named(const char* op, nb::handle value, const char* name = "dtype") {
+inline DLDataType dtype_named(const char* op, nb::handle value, const char* name = "dtype",
+                              const char* way_out = "pass one of these names") {
   static const DtypeWord kWords[] = {
       {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
       {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
@@ -26,8 +27,8 @@ inline DLDataType dtype_named(const char* op, nb::handle value, const char* name
   for (const DtypeWord& word : kWords) {
     if (text == word.text) return word.dtype;
   }
-  raise(PyExc_ValueError, op, ": ", name, " must be float32, float16 or bfloat16, got ", text,
-        "; pass one of these names");
+  raise(PyExc_ValueError, op, ": ", name, " must be float32, float16 or bfloat16, got ", text, "; ",
+        way_out);
 }
 
 // An array may also be of a dtype that none may have in its place, which its own rule then says.
@@ -40,7 +41,7 @@ inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle
   for (const DtypeWord& word : kWords) {
     if (text == word.text) return word.dtype;
   }
-  return dtype_named(op, value, name);
+  return dtype_named(op, value, name, "cast it");
 }
 
 // explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a

@@ -272,7 +272,7 @@ void launch_tiles(const ProjectParams& p, cudaStream_t stream) {
   kernel<<<blocks, Tile::kThreads, Tile::kBytes, stream>>>(p);
 }
 
-// The largest tile that rows fill and of which there is one for every SM, or for every other.
+// The tile that rows fill, if there is one for every SM, or of 64 rows for every other; else a smaller one.
 template <DType kType, bool kTranspose>
 void launch_sm80(const ProjectParams& p, cudaStream_t stream) {
   int sms = device_attribute(cudaDevAttrMultiProcessorCount);

@@ -104,7 +104,7 @@ REFUSALS = {
     "q_rank": ("paged_attention", {"q": lambda x: x[0]}, ValueError, "q must have"),
     "q_dtype": ("paged_attention", {"q": lambda x: x.astype(i32)}, ValueError, "q must be float32"),
     "complex": ("paged_attention", {"q": lambda x: x + 1j}, ValueError,
-        "q must be float32, float16 or bfloat16, got complex64; pass one of these"),
+        "q must be float32, float16 or bfloat16, got complex64; cast it"),
     "cache_dtype": ("paged_attention", {"v_cache": lambda x: x.astype(f16)}, ValueError,
         "v_cache must be float32 like k_cache, got float16"),
     "tables": ("paged_attention", {"block_tables": lambda x: x.astype(f16)}, ValueError,

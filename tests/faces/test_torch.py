@@ -195,8 +195,15 @@ def test_negated_views_are_refused():
 
 def test_arrays_of_numpy_and_unknown_names_are_refused_by_name():
     x = torch.randn(1, 4, 2, 16)
-    with pytest.raises(TypeError, match=r"^attention: q must be a torch tensor, got ndarray; pass"):
-        cuattn.torch.attention(x.numpy(), x, x)
+    options = {"dropout_p": 0.5}, {"deterministic": True}, {"causal": True}
+    for place, name in enumerate("qkv"):
+        for given in ({}, *options):
+            arrays = [x, x, x]
+            arrays[place] = x.numpy()
+            arrays[place - 1] = x.clone().requires_grad_()
+            message = f"^attention: {name} must be a torch tensor, got ndarray; pass"
+            with pytest.raises(TypeError, match=message):
+                cuattn.torch.attention(*arrays, **given)
     compiled = torch.compile(lambda x: cuattn.torch.attention(x, x, x, colour=1), backend="eager")
     with pytest.raises(TypeError, match=r"^attention: there is no argument colour"):
         compiled(x)

@@ -142,8 +142,8 @@ def test_project_against_float64(device, dtype, rng):
         ((3, 37), 2, 48, 72, True), ((2, 1), 4, 200, 24, False), ((70,), 1, 1024, 8, False),
         ((0,), 2, 16, 8, True),
         # Enough tiles for the SMs of an H200: those of 64 rows, then those of 128.
-        ((37,), 66, 136, 8, False), ((37,), 66, 8, 136, True), ((130,), 66, 200, 40, False),
-        ((130,), 66, 40, 200, True),
+        ((37,), 66, 136, 72, False), ((37,), 66, 72, 136, True), ((130,), 66, 200, 136, False),
+        ((130,), 66, 136, 200, True),
     ]:  # fmt: skip
         x = draw(rng, (*lead, heads, dim if transpose else latent), dtype)
         proj = draw(rng, (heads, latent, dim), dtype)

@@ -300,14 +300,16 @@ def as_tensor(value: Any, q: Tensor) -> Tensor | None:
     return torch.full((1,), float(value), dtype=torch.float32, device=q.device)
 
 
-def check_tensors(op: str, arrays: Iterable[Any]) -> None:
+def check_tensors(op: str, q: Any, k: Any, v: Any) -> None:
     """Refuse queries, keys and values of another library."""
-    for name, x in zip("qkv", arrays, strict=False):
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{op}: {name} must be a torch tensor, got {type(x).__name__}; pass "
-                f"torch.as_tensor({name}), or arrays of one library to cuattn.{op}"
-            )
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        return
+    given = {"q": q, "k": k, "v": v}
+    name, x = next((name, x) for name, x in given.items() if not isinstance(x, Tensor))
+    raise TypeError(
+        f"{op}: {name} must be a torch tensor, got {type(x).__name__}; pass "
+        f"torch.as_tensor({name}), or arrays of one library to cuattn.{op}"
+    )
 
 
 def run_op(
@@ -318,7 +320,6 @@ def run_op(
     lse is made where a gradient is wanted, which starts from it.
     """
     q = arguments[0]
-    check_tensors(op, arguments[:3])
     if wants_gradient and q.dtype in CODES:
         refuse_float8(op)
     if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
@@ -349,7 +350,7 @@ def is_plain(q: Tensor, options: dict[str, Any]) -> bool:
 
 def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
-    check_tensors(op, arguments[:1])
+    check_tensors(op, *arguments[:3])
     q, k, v = autocast(*arguments[:3])
     arguments = (q, k, v, *arguments[3:])
     options = with_dropout_state(q, options)
@@ -366,6 +367,7 @@ def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **optio
 
     Autocast's regions change nothing here, as they change nothing of the calls that it can.
     """
+    check_tensors(op, q, k, v)
     if not options and not observed(q, (k, v)):
         return attend(op, (q, k, v, *sizes), options)
     arrays = (q, k, v, *map(options.get, SMALL))

@@ -73,12 +73,16 @@ def scaled_dot_product_attention(
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     masked_twice = is_causal and attn_mask is not None
     try:
-        if not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa):
-            query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-            order = None if query.is_contiguous() else stride_order(query)
+        usual = not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa)
+    except AttributeError:  # no tensors, as will be said
+        usual = False
+    if usual:
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+        order = None if query.is_contiguous() else stride_order(query)
+        try:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order, False)
-    except (AttributeError, TypeError, ValueError):  # no tensors, strides, or what has to be said
-        pass  # in torch's words
+        except (TypeError, ValueError):  # strides, or what has to be said in torch's words
+            pass
     return run_unusual(*given)
 
 

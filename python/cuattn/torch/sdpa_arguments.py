@@ -57,7 +57,7 @@ def is_usual(
     """Whether `cuattn.attention` means the same by a call that it takes, as quickly as can be."""
     if query.layout is not torch.strided or query.is_nested or traced(query):
         return False
-    if query.dim() != 4 or key.dim() != 4 or query.shape[-1] > WIDEST or value.shape[-1] > WIDEST:
+    if query.dim() != 4 or key.dim() != 4 or query.shape[-1] > WIDEST or value.size(-1) > WIDEST:
         return False
     if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
         return False
@@ -70,7 +70,7 @@ def check(
     """Refuse what fits neither cuattn nor torch's own function."""
     named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, x in named.items():
-        if x is not None:
+        if x is not None or name != "attn_mask":
             check_kind(name, x)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
