@@ -170,8 +170,15 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
         options = {**MASKS[mask], **FLOAT8_SCORES[score]}
         plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **options)
         serves = gpu == "9.0" and (qk <= 128 or score == "fast")
-        assert plan.kernel == ("sm90" if serves else "naive")
-        if plan.kernel == "sm90":
+        assert plan.kernel == ("sm90" if gpu == "9.0" else "sm80")
+        assert ("codes become numbers of 16 bits first" in plan.ladder) == (not serves)
+        if not serves:
+            kind = compiled_for(plan.kernel, mask, "identity", qk)
+            found = Instance(
+                "attention", plan.kernel, "bfloat16", plan.head_dim, plan.head_dim_v, *kind
+            )
+            assert found == smallest("attention", plan.kernel, "bfloat16", qk, qk, *kind)
+        else:
             key = ("attention", "sm90", "float8_e4m3fn")
             assert (plan.mask, plan.score) == (mask, asked_of(score))
             level = "one level" if score == "fast" else "two levels"
