@@ -183,5 +183,13 @@ inline bool lies_in_pieces(const QuantizeArray& array, int item, uintptr_t bytes
   return array.channel == 1 && bits % bytes == 0;
 }
 
+// Whether the rows of a channel lie side by side on 16 bytes.
+inline bool lies_by_columns(const QuantizeArray& array) {
+  uint64_t bits = reinterpret_cast<uintptr_t>(array.data);
+  for (int64_t stride : {array.strides.batch, array.strides.head, array.channel})
+    bits |= static_cast<uint64_t>(stride);
+  return array.strides.seq == 1 && array.channel != 1 && bits % 16 == 0;
+}
+
 }  // namespace
 }  // namespace cuattn

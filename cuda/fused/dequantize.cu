@@ -1,34 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// dequantize on CUDA: a thread block takes 128 rows of a head, a thread 8 channels of four rows at a
-// time. The same on the CPU: cpu/quantize.cpp.
+// dequantize on CUDA: a thread takes 8 channels of four rows, a thread block up to 128 rows of a head.
+// Codes by columns, whose rows lie side by side, are turned on the way: a block takes 64 channels of
+// 128 rows. The same on the CPU: cpu/quantize.cpp.
+#include "cuattn/device/overlap.cuh"
 #include "cuda/fused/codes.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
 namespace {
 
-constexpr int kAhead = 4;  // rows of a thread, side by side: all are loaded before one is used
+constexpr int kAhead = 4;     // rows of a thread, side by side: all are loaded before one is used
+constexpr int kColumns = 64;  // channels of a block, where codes lie by columns
 
-// Rows [first, last) of one head, and the channels and rows of them that this thread has.
+// Threads of a row, and rows of a block, where codes lie by rows.
+CUATTN_HOST_DEVICE constexpr int lanes_of(int dim) {
+  int lanes = 2;
+  while (lanes * kSpan < dim) lanes *= 2;
+  return lanes;
+}
+CUATTN_HOST_DEVICE constexpr int rows_of(int dim) {
+  int rows = kThreads / lanes_of(dim) * kAhead;
+  return rows < kScaleRows ? rows : kScaleRows;
+}
+
+// Rows [first, last) of one head that may have a scale of their own, and this thread's channels.
 struct Part {
   int32_t b, h;
   int64_t block, first, last;
-  int lanes, channel, row, step;  // first row, and rows of the block, of one round
-  bool active;
+  int channel;
 
-  __device__ Part(const QuantizeParams& p, int64_t rows) {
-    int64_t blocks = ceil_div<int64_t>(rows, kScaleRows), head = blockIdx.x / blocks;
+  __device__ Part(const QuantizeParams& p, int64_t index, int channel) : channel(channel) {
+    int64_t blocks = ceil_div<int64_t>(p.rows, kScaleRows), head = index / blocks;
     b = static_cast<int32_t>(head / p.heads);
     h = static_cast<int32_t>(head % p.heads);
-    block = blockIdx.x % blocks;
+    block = index % blocks;
     first = block * kScaleRows;
-    last = min(first + kScaleRows, rows);
-    lanes = 2;
-    while (lanes * kSpan < p.dim) lanes *= 2;
-    channel = threadIdx.x % lanes * kSpan;
-    row = threadIdx.x / lanes * kAhead;
-    step = kThreads / lanes * kAhead;
-    active = channel < p.dim;
+    last = min(first + kScaleRows, p.rows);
   }
   __device__ int64_t offset(const QuantizeArray& array, int64_t row) const {
     return b * array.strides.batch + row * array.strides.seq + h * array.strides.head +
@@ -49,13 +56,19 @@ __device__ __forceinline__ uint2 load_codes(const QuantizeArray& array, bool in_
 }
 
 __device__ __forceinline__ void unpack_codes(uint2 codes, bool is_int8, float (&x)[kSpan]) {
-  auto code = [&](int i) { return static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> i % 4 * 8); };
-  if (is_int8) {
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) x[i] = to_float(Int8{static_cast<int8_t>(code(i))});
-  } else {
+  for (int i = 0; i < kSpan; i += 4) {
+    uint32_t word = i == 0 ? codes.x : codes.y;
+    if (is_int8) {
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) x[i] = to_float(E4m3{code(i)});
+      for (int j = 0; j < 4; ++j) x[i + j] = to_float(Int8{static_cast<int8_t>(word >> 8 * j)});
+    } else {
+      uint32_t pairs[2];
+      unpack_e4m3(word, pairs[0], pairs[1]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        x[i + j] = to_float(Half{static_cast<uint16_t>(pairs[j / 2] >> j % 2 * 16)});
+    }
   }
 }
 
@@ -69,38 +82,99 @@ __device__ __forceinline__ void load_scales(const QuantizeParams& p, const Part&
   }
 }
 
+// 8 codes of a row become numbers of `out`; `out_pieces`: they lie side by side on 16 bytes.
+template <DType kType>
+__device__ __forceinline__ void write_numbers(const QuantizeParams& p, bool out_pieces, uint2 codes,
+                                              const float (&scale)[kSpan], int64_t at) {
+  float x[kSpan];
+  unpack_codes(codes, p.x.dtype == DType::i8, x);
+#pragma unroll
+  for (int i = 0; i < kSpan; ++i) x[i] *= scale[i];
+  auto* to = static_cast<Element<kType>*>(p.out.data) + at;
+  if (out_pieces) {
+    constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+#pragma unroll
+    for (int i = 0; i < kSpan; i += kSize)
+      store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[i]);
+  }
+}
+
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    read_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
-  Part part(p, p.rows);
-  bool is_int8 = p.x.dtype == DType::i8;
-  if (!part.active) return;
+    read_rows(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
+  wait_for_previous_kernel();
+  release_next_kernel();
+  const int lanes = lanes_of(p.dim), rows = rows_of(p.dim), blocks = kScaleRows / rows;
+  const Part part(p, blockIdx.x / blocks, threadIdx.x % lanes * kSpan);
+  const int below = threadIdx.x / lanes * kAhead;
+  const int64_t row = part.first + blockIdx.x % blocks * rows + below;
+  if (part.channel >= p.dim || below >= rows) return;
+  uint2 codes[kAhead];
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    if (row + a < part.last) codes[a] = load_codes(p.x, in_pieces, part.offset(p.x, row + a));
+  }
   float scale[kSpan];
   load_scales(p, part, scale);
-  for (int64_t row = part.first + part.row; row < part.last; row += part.step) {
-    uint2 codes[kAhead];
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (row + a < part.last) codes[a] = load_codes(p.x, in_pieces, part.offset(p.x, row + a));
-    }
+  for (int a = 0; a < kAhead; ++a) {
+    if (row + a < part.last)
+      write_numbers<kType>(p, out_pieces, codes[a], scale, part.offset(p.out, row + a));
+  }
+}
+
+// Copies 16 rows of a channel; of those from `rows` on, which may not be there, it makes 0.
+__device__ __forceinline__ uint4 load_rows(const uint8_t* from, int64_t rows) {
+  if (rows >= 16) return *reinterpret_cast<const uint4*>(from);
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (row + a >= part.last) break;
-      float x[kSpan];
-      unpack_codes(codes[a], is_int8, x);
+  for (int i = 0; i < 16; ++i) {
+    if (i < rows) words[i / 4] |= static_cast<uint32_t>(from[i]) << i % 4 * 8;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// The same of codes by columns, on 16 bytes. In shared memory a channel has 8 pieces of 16 rows, and
+// those of 8 channels stand where the number of the eight, as bits, moves them: 8 threads with
+// channels of their own and 4 with rows of their own then read from 32 banks.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads)
+    read_columns(const __grid_constant__ QuantizeParams p, bool out_pieces) {
+  constexpr int kPieces = kScaleRows / 16;
+  __shared__ uint4 tile[kColumns * kPieces];
+  wait_for_previous_kernel();
+  release_next_kernel();
+  const int groups = ceil_div(p.dim, kColumns), first = blockIdx.x % groups * kColumns;
+  const Part tiles(p, blockIdx.x / groups, first);
+  const auto* from = static_cast<const uint8_t*>(p.x.data) + tiles.offset(p.x, tiles.first);
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[i] *= scale[i];
-      auto* to = static_cast<Element<kType>*>(p.out.data) + part.offset(p.out, row + a);
-      if (out_pieces) {
-        constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+  for (int i = threadIdx.x; i < kColumns * kPieces; i += kThreads) {
+    int piece = i % kPieces, channel = i / kPieces;
+    int64_t rows = tiles.last - tiles.first - piece * 16;
+    if (first + channel < p.dim && rows > 0)
+      tile[channel * kPieces + (piece ^ channel / kSpan)] =
+          load_rows(from + channel * p.x.channel + piece * 16, rows);
+  }
+  __syncthreads();
+  const int span = threadIdx.x % (kColumns / kSpan),
+            row = threadIdx.x / (kColumns / kSpan) * kAhead;
+  const Part part(p, blockIdx.x / groups, first + span * kSpan);
+  if (part.channel >= p.dim) return;
+  float scale[kSpan];
+  load_scales(p, part, scale);
+  uint32_t turned[kAhead][4];  // [row][four channels]
+  const auto* words =
+      reinterpret_cast<const uint32_t*>(tile) + span * kSpan * kPieces * 4 + (row / 4 ^ span * 4);
+  turn_bytes(words, kPieces * 4, 0, turned);
+  turn_bytes(words + 4 * kPieces * 4, kPieces * 4, 1, turned);
 #pragma unroll
-        for (int i = 0; i < kSpan; i += kSize)
-          store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[i]));
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[i]);
-      }
-    }
+  for (int a = 0; a < kAhead; ++a) {
+    if (part.first + row + a < part.last)
+      write_numbers<kType>(p, out_pieces, {turned[a][0], turned[a][1]}, scale,
+                           part.offset(p.out, part.first + row + a));
   }
 }
 
@@ -110,10 +184,18 @@ void launch_dequantize(const QuantizeParams& p, cudaStream_t stream) {
   const char* fn = "dequantize";
   int64_t blocks = int64_t{p.batch} * p.heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
   if (blocks == 0) return;
-  bool in_pieces = lies_in_pieces(p.x, 1, 8);
-  bool out_pieces = lies_in_pieces(p.out, item_of(p.out.dtype), 16);
+  bool by_columns = lies_by_columns(p.x),
+       out_pieces = lies_in_pieces(p.out, item_of(p.out.dtype), 16);
+  blocks *= by_columns ? device::ceil_div(p.dim, kColumns) : kScaleRows / rows_of(p.dim);
+  unsigned grid = blocks_of(fn, blocks);
   with_dtype(fn, p.out.dtype, [&]<DType kType>() {
-    read_codes<kType><<<blocks_of(fn, blocks), kThreads, 0, stream>>>(p, in_pieces, out_pieces);
+    if (by_columns) {
+      launch_overlapping(read_columns<kType>, grid, kThreads, 0, device_major(), stream, p,
+                         out_pieces);
+    } else {
+      launch_overlapping(read_rows<kType>, grid, kThreads, 0, device_major(), stream, p,
+                         lies_in_pieces(p.x, 1, 8), out_pieces);
+    }
   });
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

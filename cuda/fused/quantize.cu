@@ -47,13 +47,6 @@ __global__ void __launch_bounds__(kThreads)
               index % s.extents[2] * s.strides[2]] = value;
 }
 
-bool lies_by_columns(const QuantizeArray& array) {
-  uint64_t bits = reinterpret_cast<uintptr_t>(array.data);
-  for (int64_t stride : {array.strides.batch, array.strides.head, array.channel})
-    bits |= static_cast<uint64_t>(stride);
-  return array.strides.seq == 1 && array.channel != 1 && bits % 16 == 0;
-}
-
 // Whether each block of rows of each head has a scale of its own, which no other block takes part in.
 bool has_own_scales(const QuantizeParams& p) {
   const Float8Scale& s = p.scale;

@@ -231,6 +231,29 @@ def test_int8_codes_become_what_they_mean(device, backend, dtype, rng):
     assert np.array_equal(harness.bits(np.asarray(device.numpy(back))), harness.bits(wanted))
 
 
+@pytest.mark.parametrize("dim", DIMS)
+@on_devices
+def test_codes_by_columns_become_what_they_mean(device, backend, dim, rng):
+    """Channels that begin on 16 bytes, and channels that do not; all codes, NaN too."""
+    parts = ((), (2, 3), (2, 3, None), (2, 3, dim))
+    for part, rows, pitch in some(rng, parts, ROWS, (16, 17), most=9):
+        room = -(-rows // pitch) * pitch
+        memory = rng.integers(256, size=(2, 3, dim, room), dtype=np.uint8)
+        dtype = (F8, np.int8)[rng.integers(2)]
+        codes = memory.view(dtype)[..., :rows].transpose(0, 3, 1, 2)
+        shape = tuple(-(-rows // 128) if n is None else n for n in part) or (1,)
+        scale = rng.uniform(0.01, 2, shape).astype(np.float32)
+        channels = {"channels": True} if part == (2, 3, dim) else {}
+        on_device, its_scale = placed(device, codes), placed(device, scale)
+        for to in DTYPES:
+            back = device.numpy(cuattn.dequantize(on_device, its_scale, dtype=to, **channels))
+            want = cuattn.dequantize(codes, scale, dtype=to, **channels)
+            note = f"{to}, {part}, {rows}, {pitch}, {np.dtype(dtype)}"
+            assert np.array_equal(np.isnan(back), np.isnan(want)), note
+            back, want = (np.where(np.isnan(x), 0, x) for x in (back, want))
+            assert np.array_equal(harness.bits(back), harness.bits(want)), note
+
+
 def test_a_code_of_every_size(rng):
     """The views themselves: of the right shapes, and not all alike."""
     memory = drawn(rng, 5, 32, "float32")
