@@ -29,7 +29,7 @@ constexpr const char* kClusterPartsMerit =
     "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order, by a cluster";
 
 constexpr const char* kLatentMerit =
-    "wgmma, 64 rows, half of the columns of O a warpgroup, pages through TMA";
+    "wgmma, 64 rows, half of the columns of O a warpgroup, blocks of 16 tokens through TMA";
 
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
@@ -60,7 +60,6 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.own_values) return "it takes values that are the latents of the keys";
   if (has_packed(r) && !r.has_lists)
     return "it takes packed latents by lists of tokens (indices) alone";
-  if (r.has_pages && r.block_size % 16 != 0) return "block_size is no multiple of 16";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
 }
@@ -104,18 +103,17 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Lists bring token by token, which 16 rows of queries do not pay for. Rows of packed latents take
-// memory that the caller spared: more than 1 GiB by name alone.
-bool pays_by_lists(const PagedRequest& r) {
+// Rows that lists of packed latents become, which 16 rows of queries do not pay for. They take memory
+// that the caller spared: more than 1 GiB by name alone.
+bool pays_by_rows(const PagedRequest& r) {
   int64_t tokens = int64_t{r.num_seqs} * r.q_len * r.capacity;
-  return rows_of(r) > 16 &&
-         (!has_packed(r) || tokens * PackedLatent::kRowBytes <= int64_t{1} << 30);
+  return rows_of(r) > 16 && tokens * PackedLatent::kRowBytes <= int64_t{1} << 30;
 }
 
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return !r.has_lists || pays_by_lists(r);
+  if (r.latent) return !has_packed(r) || pays_by_rows(r);
   return r.block_size % 16 == 0;
 }
 

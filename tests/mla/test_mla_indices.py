@@ -378,8 +378,7 @@ def test_lengths_and_memory_that_do_not_fit():
     ("device", "heads", "kernel", "said"),
     [
         ("h100", 128, "sm90", "sm90: runs: wgmma"),
-        ("h100", 16, "sm80", "sm90: can: wgmma"),  # queries have lists of their own: 16 rows
-        ("h200", 17, "sm90", "sm90: runs: wgmma"),
+        ("h200", 16, "sm90", "sm80: can: tensor cores"),
         ("a100", 128, "sm80", "sm80: runs"),
     ],
 )

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// mla_decode on Hopper: the shared storage of a thread block, and its copies of latents through the
-// TMA. Next: decode.cuh (who copies, who multiplies).
+// mla_decode on Hopper: the shared storage of a thread block, and its copies of latents: of blocks of
+// the cache through the TMA; token by token, of lists and of blocks that are no multiple of 16, by
+// cp.async. Next: decode.cuh (who copies, who multiplies).
 //
 //   a block of 64 keys    panels 0 to 3 | panels 4 to 7, rope      64 columns each: 32 + 40 KB
 #pragma once
@@ -15,8 +16,7 @@
 namespace cuattn {
 
 // Latents and rope columns as (columns, tokens of a block, 1, blocks, 1): a box is 64 columns of
-// `piece` tokens, the most that both a block of the cache and one of the kernel are made of; of a
-// list of tokens, one.
+// `piece` tokens, the most that both a block of the cache and one of the kernel are made of.
 struct MlaSm90Maps {
   device::TensorMap latent, rope;
   int32_t piece;
@@ -99,32 +99,88 @@ struct MlaSm90Tiles {
     return p.pages.existing(*p.pages.entry(task.b, key / p.pages.block_size));
   }
 
-  // What a lane brings: of blocks its piece, of a list its two tokens.
-  struct Box {
-    int32_t row, token, block;  // row: in the block of keys
+  // Token by token: a lane finds keys `lane` and `lane` + 32 of the block of keys that begins with
+  // `first`. What the tables say of them is asked for a block ahead.
+  struct Tokens {
+    int32_t entries[2];
+    int64_t latent[2], rope[2];  // where they lie, in elements
+    uint32_t there[2];           // a bit for each key of the block that there is
   };
-  // Of the list: the slots of keys `lane` and `lane` + 32 of the block of keys that begins with
-  // `first`; -1: there is none.
-  static __device__ __forceinline__ void find_tokens(const PagedParams& p,
-                                                     const device::KeyTask& task, int32_t first,
-                                                     int32_t (&slots)[2]) {
+  static __device__ __forceinline__ bool has_token(const device::KeyTask& task, int32_t key) {
+    return key >= task.low && key < task.end;
+  }
+  static __device__ __forceinline__ void ask_tables(const PagedParams& p,
+                                                    const device::KeyTask& task, int32_t first,
+                                                    Tokens& tokens) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int32_t key = first + threadIdx.x % 32 + 32 * i;
-      slots[i] = key < task.end ? *p.pages.entry(task.b, key) : -1;
-      if (slots[i] >= p.pages.num_blocks * p.pages.block_size) slots[i] = -1;
+      if (!has_token(task, key)) continue;
+      tokens.entries[i] = *p.pages.entry(task.b, has_lists(p) ? key : key / p.pages.block_size);
     }
   }
-  static __device__ __forceinline__ Box box_of_slot(const PagedParams& p, int32_t row,
-                                                    int32_t slot) {
-    if (slot < 0) return {row, 0, -1};
-    return {row, slot % p.pages.block_size, slot / p.pages.block_size};
+  static __device__ __forceinline__ void find_tokens(const PagedParams& p,
+                                                     const device::KeyTask& task, int32_t first,
+                                                     Tokens& tokens) {
+    const Pages& pages = p.pages;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int32_t key = first + threadIdx.x % 32 + 32 * i, entry = tokens.entries[i];
+      bool there = has_token(task, key);
+      LatentPlace place;
+      if (has_lists(p)) {
+        there = there && entry >= 0 && entry < pages.num_blocks * pages.block_size;
+        place = {entry / pages.block_size, entry % pages.block_size, there};
+      } else {
+        place = {pages.existing(entry), key % pages.block_size, there};
+      }
+      tokens.latent[i] = there ? place.at(p.k_strides) : 0;
+      tokens.rope[i] = there ? place.at(p.latent.strides) : 0;
+      tokens.there[i] = __ballot_sync(0xffffffffu, there);
+    }
+  }
+
+  // By a warpgroup: a warp has 16 keys, and of one of them 512 bytes at a time. Each part is a group
+  // of copies of each thread; keys that are not there become zeros.
+  static __device__ __forceinline__ void copy_tokens(const PagedParams& p, const Shared& shared,
+                                                     const Cursor& at, const Tokens& tokens) {
+    using namespace device;
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, owner = warp % 2 * 16;
+    const int32_t panel = lane / 8, piece = lane % 8;
+    const int64_t latent = warp < 2 ? tokens.latent[0] : tokens.latent[1];
+    const int64_t rope = warp < 2 ? tokens.rope[0] : tokens.rope[1];
+    const uint32_t there = (warp < 2 ? tokens.there[0] : tokens.there[1]) >> owner;
+    const uint32_t to = shared.stage(at.stage) + warp * 16 * 128;
+    const auto* latents = static_cast<const uint16_t*>(p.k_cache) + lane * 8;
+    const auto* ropes = static_cast<const uint16_t*>(p.latent.rope_cache) + piece * 8;
+    const uint16_t* from[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) from[i] = latents + __shfl_sync(0xffffffffu, latent, owner + i);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      barrier_wait(shared.empty(at.stage, part), at.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        cp_async16(to + (part * kPartPanels + panel) * kPanelBytes + swizzled<128>(i, piece),
+                   from[i] + part * kPartPanels * 64, (there >> i & 1) != 0);
+      }
+      if (part == kParts - 1) {
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+          cp_async16(to + kPanels * kPanelBytes + swizzled<128>(i + panel, piece),
+                     ropes + __shfl_sync(0xffffffffu, rope, owner + i + panel),
+                     (there >> (i + panel) & 1) != 0);
+        }
+      }
+      cp_async_commit();
+    }
   }
 
   // By a warpgroup: a warp has one panel of each part, the first the rope columns, too.
-  template <int kBoxes>
-  static __device__ __forceinline__ void copy(const MlaSm90Maps& maps, const Shared& shared,
-                                              const Cursor& at, const Box (&boxes)[kBoxes]) {
+  // Of the block of the cache that this lane's piece lies in, from `token` on; `row`: of keys.
+  static __device__ __forceinline__ void copy_boxes(const MlaSm90Maps& maps, const Shared& shared,
+                                                    const Cursor& at, int32_t row, int32_t token,
+                                                    int32_t block) {
     using namespace device;
     static_assert(kPartPanels == 4);
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -137,14 +193,12 @@ struct MlaSm90Tiles {
       barrier_wait(shared.empty(at.stage, part), at.parity ^ 1);
       if (lane == 0) barrier_arrive_expect(full, (has_rope ? 2 : 1) * kPanelBytes);
       __syncwarp();
-#pragma unroll
-      for (const Box& box : boxes) {
-        if (box.row >= kKeys) continue;
-        tma_load(to + panel * kPanelBytes + box.row * 128, &maps.latent, full, panel * 64,
-                 box.token, 0, box.block, 0, kEvictNormal);
+      if (row < kKeys) {
+        tma_load(to + panel * kPanelBytes + row * 128, &maps.latent, full, panel * 64, token, 0,
+                 block, 0, kEvictNormal);
         if (has_rope) {
-          tma_load(to + kPanels * kPanelBytes + box.row * 128, &maps.rope, full, 0, box.token, 0,
-                   box.block, 0, kEvictNormal);
+          tma_load(to + kPanels * kPanelBytes + row * 128, &maps.rope, full, 0, token, 0, block, 0,
+                   kEvictNormal);
         }
       }
       __syncwarp();
@@ -157,7 +211,6 @@ inline MlaSm90Maps mla_sm90_maps(const PagedParams& p) {
   MlaSm90Maps maps;
   bool is_paged = p.pages.block_tables != nullptr;
   maps.piece = is_paged ? std::gcd(p.pages.block_size, MlaSm90Tiles::kKeys) : MlaSm90Tiles::kKeys;
-  if (has_lists(p)) maps.piece = 1;
   bool has_keys = p.work.capacity > 0;  // else nothing is read
   maps.latent = paged_cache_map(p, has_keys ? p.k_cache : p.q, p.k_strides, maps.piece);
   const CacheStrides& s = p.latent.strides;

@@ -19,8 +19,8 @@
 
 namespace cuattn {
 
-// kLists: each query has a list of tokens, which come one by one.
-template <DType kType, bool kLists>
+// kTokens: keys come token by token, of lists or of blocks of any size.
+template <DType kType, bool kTokens>
 struct MlaSm90 : MlaSm90Masks {
   // 1. Types and sizes
   using T = device::Element<kType>;
@@ -36,8 +36,7 @@ struct MlaSm90 : MlaSm90Masks {
     float reference[2], sum[2];  // base 2; sum: this thread's share, of its blocks
     Cursor at;
     int32_t first, piece;  // of its next block: the first key, and where this lane's piece lies
-    int32_t slots[2];      // of a list: of this lane's tokens
-    uint32_t there[2];     // and which tokens of the block on its way there are, a bit each
+    Tokens tokens;
   };
 
   // 2. Rows of Q
@@ -78,6 +77,21 @@ struct MlaSm90 : MlaSm90Masks {
   }
 
   // 3. Scores
+  // `part`: a constant.
+  static __device__ __forceinline__ void await_keys(const Shared& shared, const Cursor& at,
+                                                    int part) {
+    if constexpr (kTokens) {
+      if (part == 0) {
+        device::cp_async_wait<1>();
+      } else {
+        device::cp_async_wait<0>();
+      }
+      device::async_proxy_fence();
+      device::named_barrier_sync(9 + at.stage, 128);
+    } else {
+      device::barrier_wait(shared.full(at.stage, part), at.parity);
+    }
+  }
   static __device__ __forceinline__ void multiply_keys(const Shared& shared, Scores& state) {
     using namespace device;
     int32_t stage = state.at.stage;
@@ -87,7 +101,7 @@ struct MlaSm90 : MlaSm90Masks {
 #pragma unroll
     for (int step = 0; step < (kPanels + 1) * 4; ++step) {
       if (step % (kPartPanels * 4) == 0 && step < kPanels * 4) {
-        barrier_wait(shared.full(stage, step / (kPartPanels * 4)), state.at.parity);
+        await_keys(shared, state.at, step / (kPartPanels * 4));
         wgmma_fence();
       }
       ScoreMma::template ss<0>(state.products,
@@ -199,10 +213,10 @@ struct MlaSm90 : MlaSm90Masks {
                                                     int32_t key0, Scores& state) {
     multiply_keys(shared, state);
     score_keys(p, to_log2, state.products);
-    bool edge = !kLists && has_edge(p, task, key0);
+    bool listed = kTokens && has_lists(p), edge = !listed && has_edge(p, task, key0);
     if (edge) mask_scores(p, task, me, key0, state.products);
-    if (kLists && (state.there[0] & state.there[1]) != 0xffffffffu)
-      mask_holes(me, state.there, state.products);
+    if (listed && (state.tokens.there[0] & state.tokens.there[1]) != 0xffffffffu)
+      mask_holes(me, state.tokens.there, state.products);
     float factor[2];
     uint32_t weights[kKeySteps][4];
     refer(shared, me, group, key0 == task.begin, state, factor);
@@ -210,7 +224,7 @@ struct MlaSm90 : MlaSm90Masks {
     // All four warps have their products: the block may be written to.
     device::named_barrier_sync(6 + group, 128);
     int32_t stage = state.at.stage;
-    if (edge) clear_keys(task, me, shared.stage(stage), key0);
+    if (edge && !kTokens) clear_keys(task, me, shared.stage(stage), key0);
     publish(shared, me, stage, factor, weights);
     state.at.advance(2);
     ask_next(p, task, shared, maps, state);
@@ -221,17 +235,13 @@ struct MlaSm90 : MlaSm90Masks {
                                                   const Shared& shared, const MlaSm90Maps& maps,
                                                   Scores& state) {
     if (state.first >= task.end) return;
-    const int32_t lane = threadIdx.x % 32;
-    if constexpr (kLists) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) state.there[i] = __ballot_sync(0xffffffffu, state.slots[i] >= 0);
-      const Box boxes[] = {box_of_slot(p, lane, state.slots[0]),
-                           box_of_slot(p, lane + 32, state.slots[1])};
-      copy(maps, shared, state.at, boxes);
+    if constexpr (kTokens) {
+      find_tokens(p, task, state.first, state.tokens);
+      copy_tokens(p, shared, state.at, state.tokens);
     } else {
-      const int32_t row = lane * maps.piece;
-      const Box boxes[] = {{row, (state.first + row) % p.pages.block_size, state.piece}};
-      copy(maps, shared, state.at, boxes);
+      const int32_t row = threadIdx.x % 32 * maps.piece;
+      copy_boxes(maps, shared, state.at, row, (state.first + row) % p.pages.block_size,
+                 state.piece);
     }
     find_next(p, task, maps, state, state.first + 2 * kKeys);
   }
@@ -240,8 +250,8 @@ struct MlaSm90 : MlaSm90Masks {
                                                    const MlaSm90Maps& maps, Scores& state,
                                                    int32_t first) {
     state.first = first;
-    if constexpr (kLists) {
-      find_tokens(p, task, first, state.slots);
+    if constexpr (kTokens) {
+      ask_tables(p, task, first, state.tokens);
     } else {
       state.piece = find_piece(p, task, maps.piece, first);
     }
@@ -452,10 +462,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 
 // 7. Launcher
 template <class Kernel>
-void launch_mla_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
+void launch_mla_sm90_kernel(const PagedParams& p, const MlaSm90Maps& maps, cudaStream_t stream) {
   static uint64_t allowed = 0;
   allow_shared_memory(mla_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  MlaSm90Maps maps = mla_sm90_maps(p);
   launch_overlapping(mla_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
                      Kernel::kThreads, Kernel::kSmemBytes, 9, stream, p, maps);
 }
@@ -463,8 +472,10 @@ void launch_mla_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
 template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_mla_sm90(const PagedParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV && kHeadDim == MlaSm90Tiles::kPanels * 64);
-  if (has_lists(p)) return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, stream);
-  launch_mla_sm90_kernel<MlaSm90<kType, false>>(p, stream);
+  const bool is_paged = p.pages.block_tables != nullptr;
+  if (is_paged && (has_lists(p) || p.pages.block_size % 16 != 0))
+    return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, {}, stream);
+  launch_mla_sm90_kernel<MlaSm90<kType, false>>(p, mla_sm90_maps(p), stream);
 }
 
 }  // namespace cuattn
