@@ -47,35 +47,39 @@ def run(*command, **environment):
     return result.stdout
 
 
-FLAGS = ["-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
+FLAGS = ["-std=c++20", "-Og", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
          "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
-         "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h",
-         "-Iemulate/include"]  # fmt: skip
+         "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-Iemulate/include"]  # fmt: skip
+# What most sources include is compiled once for all programs.
+HEADERS = ("cuda_runtime.h", "algorithm", "cmath", "cstdio", "cstring", "string", "vector")
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    """The translated sources; the emulator's own objects, and what sources throw."""
+    """The translated sources; objects of the emulator and of what sources throw; common headers."""
     folder = tmp_path_factory.mktemp("emulator")
     # Once for all programs: it takes as long as to compile one of them.
     translated = folder / "translated"
     rooms = ["cuda", "include/cuattn/device", "tests/emulated"]
     run(sys.executable, "emulate/translate.py", ROOT, translated, *rooms)
+    common = folder / "common.h"
+    common.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
+    run(CXX, *FLAGS, "-x", "c++-header", common, "-o", f"{common}.gch")
     objects = []
     for source in ("emulate/block.cpp", "emulate/runtime.cpp", "src/error.cpp"):
         objects.append(folder / f"{Path(source).stem}.o")
-        run(CXX, *FLAGS, "-Iinclude", "-I.", "-c", source, "-o", objects[-1])
-    return translated, objects
+        run(CXX, *FLAGS, "-include", common, "-Iinclude", "-I.", "-c", source, "-o", objects[-1])
+    return translated, objects, common
 
 
 def build(folder, emulator, name, change=lambda into: None):
     """Change a copy of the translated sources, and compile tests/emulated/NAME.cu with them."""
-    translated, objects = emulator
+    translated, objects, common = emulator
     shutil.copytree(translated, folder, dirs_exist_ok=True)
     change(folder)
     program = folder / name
     source = folder / f"tests/emulated/{name}.cu.cpp"
-    includes = [f"-I{folder}", f"-I{folder}/include", "-Iinclude", "-I."]
+    includes = ["-include", common, f"-I{folder}", f"-I{folder}/include", "-Iinclude", "-I."]
     run(CXX, *FLAGS, *includes, source, *objects, "-o", program)
     return program
 
