@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import cuattn
@@ -38,6 +40,13 @@ LEAKS = {
         q, q, q, block_mask=BLOCKS, mask_mod=lambda b, h, i, j: table[h] > 0
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_left_alone():
+    """JAX collects garbage after each trace: what other tests left would be walked each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("what", LEAKS)
