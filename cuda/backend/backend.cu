@@ -38,13 +38,11 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
   }
 }
 
-void paged(const PagedParams& asked, const Plan& plan, int32_t device_id, Stream stream) {
+void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  const bool is_unpacked = plan.keys == KeyAccess::unpacked;
-  const PagedParams params = is_unpacked ? launch_unpack(asked, cuda_stream) : asked;
   const LatentParams& latent = params.latent;
-  if (!is_unpacked && latent.own_lens != nullptr) {  // longer than any capacity
+  if (latent.own_lens != nullptr) {  // longer than any capacity
     size_t bytes = params.work.num_seqs * sizeof(int32_t);
     CUATTN_CUDA_TRY(cudaMemsetAsync(latent.own_lens, 0x7f, bytes, cuda_stream));
   }

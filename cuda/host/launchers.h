@@ -66,8 +66,6 @@ void launch_dequantize(const QuantizeParams& params, cudaStream_t stream);
 void launch_sample(const SampleParams& params, cudaStream_t stream);  // fused/sample.cu
 void launch_verify(const VerifyParams& params, cudaStream_t stream);
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
-// mla/unpack.cu: packed latents of lists become rows (own_rows). Returns the call over these.
-PagedParams launch_unpack(const PagedParams& params, cudaStream_t stream);
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
 // attention/sm90/turn_values.cu: makes `params` read its float8 values by columns, from `workspace`.

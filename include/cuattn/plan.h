@@ -82,9 +82,8 @@ enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, 
 
 // How attention_varlen comes by keys in pages: its kernel follows the block tables, or they are
 // copied into the workspace first, or a kernel of paged_attention runs. rows: there are no pages;
-// rows_by_step: a kernel of paged_attention all the same. unpacked, of mla_decode: packed latents of
-// lists become rows in the workspace first.
-enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step, rows_by_step, unpacked };
+// rows_by_step: a kernel of paged_attention all the same.
+enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step, rows_by_step };
 
 // How a bias comes to sm90: a warp of its own brings it by the TMA, or the threads that add it read
 // it: the kernel has no room for it, or its keys lie in blocks (direct), or its strides, dtype or

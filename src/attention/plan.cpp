@@ -444,7 +444,6 @@ const char* key_access_clause(KeyAccess keys) {
     case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
     case KeyAccess::rows_by_step:
       return "; few queries over many keys: a kernel of paged_attention";
-    case KeyAccess::unpacked: return "; packed latents are unpacked into rows first";
     default: return "";
   }
 }

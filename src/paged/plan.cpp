@@ -58,8 +58,6 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
-  if (has_packed(r) && !r.has_lists)
-    return "it takes packed latents by lists of tokens (indices) alone";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
 }
@@ -103,18 +101,10 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Rows that lists of packed latents become, which 16 rows of queries do not pay for. They take memory
-// that the caller spared: more than 1 GiB by name alone.
-bool pays_by_rows(const PagedRequest& r) {
-  int64_t tokens = int64_t{r.num_seqs} * r.q_len * r.capacity;
-  return rows_of(r) > 16 && tokens * PackedLatent::kRowBytes <= int64_t{1} << 30;
-}
-
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return !has_packed(r) || pays_by_rows(r);
-  return r.block_size % 16 == 0;
+  return r.latent || r.block_size % 16 == 0;
 }
 
 constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
@@ -243,7 +233,6 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   PagedTile tile = tile_of(rung.kernel, plan.head_dim, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
-  if (rung.kernel == Kernel::sm90 && has_packed(r)) plan.keys = KeyAccess::unpacked;
   if (rung.kernel == Kernel::sm90 && !r.latent) {
     plan.tile.stages = sm90_stages(plan, r);
     if (plan.cluster > 1) plan.reason = kClusterMerit;

@@ -99,10 +99,7 @@ size_t place_workspace(PagedCall& call, void* base) {
   PagedParams& p = call.params;
   PagedWork& w = p.work;
   Pieces pieces(base);
-  if (call.plan.keys == KeyAccess::unpacked) {
-    p.latent.own_lens = static_cast<int32_t*>(pieces.take(w.num_seqs, sizeof(int32_t)));
-    p.latent.own_rows = pieces.take(int64_t{w.num_seqs} * w.capacity, PackedLatent::kRowBytes);
-  } else if (call.has_equal_lens) {
+  if (call.has_equal_lens) {
     p.latent.own_lens = static_cast<int32_t*>(pieces.take(w.num_seqs, sizeof(int32_t)));
     w.context_lens = p.latent.own_lens;
   }

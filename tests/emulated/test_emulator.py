@@ -199,21 +199,6 @@ def test_packed_latents_and_lists_of_tokens(tmp_path, emulator, name):
     assert (error < 6e-3) if name == "none" else (math.isnan(error) or error > 2e-2), error
 
 
-UNPACK_MISTAKES = {  # of mla/unpack.cu
-    "none": ("", ""),
-    "scale_of_the_half": ("[column / PackedLatent::kScaled]", "[half]"),
-    "columns_of_the_other_half": ("codes[half].x, codes[half].y", "codes[0].x, codes[0].y"),
-    "holes_kept": ("__popc(there & ((1u << token) - 1))", "token"),
-    "nothing_counted": ("before = count_tokens(p, list, first)", "before = 0"),
-    "slots_past_the_cache": ("slot[i] >= 0 && slot[i] < slots", "slot[i] >= 0"),
-    "lens_ignored": (": context_of(w, list)", ": w.capacity"),
-    "count_of_the_last_stretch": ("own_lens[list] = before", "own_lens[list] = end - first"),
-    "entries_behind_the_list": ("if (entry + lane < end)", "if (true)"),
-    "strides_of_the_cache": ("rows.v_strides = rows.latent.strides = rows.k_strides;", ""),
-    "lists_of_64": ("rows.k_strides = {int64_t{w.capacity} *", "rows.k_strides = {int64_t{64} *"),
-}
-
-
 APART_MISTAKES = {  # of paged/apart.cu
     "none": ("", ""),
     "empty_as_single": ("0xffffffffu, queries == 1)", "0xffffffffu, queries <= 1)"),
@@ -222,21 +207,10 @@ APART_MISTAKES = {  # of paged/apart.cu
 }
 
 
-COUNTED = {  # programs that print how much differs, their source, and mistakes in it
-    "unpack": ("cuda/mla/unpack.cu.cpp", UNPACK_MISTAKES),
-    "apart": ("cuda/paged/apart.cu.cpp", APART_MISTAKES),
-}
-
-
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [(program, name) for program, (_, all_) in COUNTED.items() for name in all_],
-)
-def test_what_comes_before_decoding_and_mistakes_in_it(tmp_path, emulator, program, name):
-    """Lists of packed latents become rows; single queries are parted from the others."""
-    file, mistakes = COUNTED[program]
-    plant = planting(lambda into: into / file, *mistakes[name])
-    wrong = int(run(build(tmp_path, emulator, program, plant)).split()[1])
+@pytest.mark.parametrize("name", APART_MISTAKES)
+def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
+    plant = planting(lambda into: into / "cuda/paged/apart.cu.cpp", *APART_MISTAKES[name])
+    wrong = int(run(build(tmp_path, emulator, "apart", plant)).split()[1])
     assert (wrong == 0) if name == "none" else wrong > 0
 
 

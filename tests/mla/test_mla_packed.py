@@ -73,16 +73,6 @@ def test_the_error_is_that_of_e4m3(rng):
 LISTS = {"tables": False, "lists": True}
 
 
-def without_holes(indices, lens, slots):
-    """Lists whose tokens stand together in their order, and how many there are."""
-    lists = np.full_like(indices, -1)
-    heads = (row[:n] for row, n in zip(indices, lens, strict=True))
-    found = [row[(row >= 0) & (row < slots)] for row in heads]
-    for row, tokens in zip(lists, found, strict=True):
-        row[: len(tokens)] = tokens
-    return lists, np.array([len(tokens) for tokens in found], np.int32)
-
-
 def drawn_cache(rng, blocks, size):
     cache = rng.integers(0, 127, (blocks, size, 656)).astype(np.uint8)  # no NaN among the codes
     cache[..., :512] |= rng.integers(0, 2, (blocks, size, 512)).astype(np.uint8) << 7
@@ -101,7 +91,7 @@ def drawn_cache(rng, blocks, size):
     ),
 )
 def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, heads, splits, rng):
-    """By the kernel that reads both: each tile of sm80, sm90 over lists; queries without a key."""
+    """By the kernel that reads both: each tile of sm80, sm90; queries without a key."""
     seqs, blocks, size = 3, 7, 16
     cache = drawn_cache(rng, blocks, size)
     q = draw(rng, seqs, heads, 576)
@@ -119,15 +109,8 @@ def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, 
         lens = put(np.array([32, 0, 19]), "lens")
     parts = q[..., :512], q[..., 512:]
     call = (*parts, codes, None, tables, lens)
-    if backend == "sm90" and not lists:
-        with pytest.raises(NotImplementedError, match="it takes packed latents by lists of tokens"):
-            cuattn.mla_decode(*call, backend=backend, **options)
-        return
     plan = cuattn.explain("mla_decode", *call, backend=backend, **options, **named)
     out, lse = cuattn.mla_decode(*call, backend=backend, **options, **named)
-    if plan.kernel == "sm90":  # its rows have no holes
-        lists, counts = without_holes(entries, counts, blocks * size)
-        named = {"indices": put(lists, "found"), "topk_lens": put(counts, "counts")}
     want, want_lse = cuattn.mla_decode(
         *parts, whole[..., :512], whole[..., 512:], tables, lens, backend=plan.kernel,
         **options, **named,
@@ -196,7 +179,6 @@ def test_write_refuses(change, message):
 
 
 def plan_of(heads=128, seqs=4, topk=2048, device="h100", cache=("uint8", 100, 64, 656), **more):
-    more = {"backend": "sm90", **more}
     return cuattn.explain(
         "mla_decode", (seqs, heads, 512), (seqs, heads, 64), cache,
         None if cache[0] == "uint8" else (*cache[:2], 64), None, None, scale=1.0,
@@ -204,49 +186,22 @@ def plan_of(heads=128, seqs=4, topk=2048, device="h100", cache=("uint8", 100, 64
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["h100", "a100"])
-def test_what_explain_says_of_packed_latents(device):
+@pytest.mark.parametrize(("device", "kernel"), [("h100", "sm90"), ("a100", "sm80")])
+def test_what_explain_says_of_packed_latents(device, kernel):
     plan = cuattn.explain(
         "mla_decode", (4, 128, 512), (4, 128, 64), ("uint8", 100, 64, 656), None, (4, 9), (4,),
         scale=1.0, device=device, dtype="bfloat16",
     )  # fmt: skip
-    assert plan.kernel == "sm80"
-    if device == "h100":
-        said = "sm90: cannot: it takes packed latents by lists of tokens (indices) alone"
-        assert said in plan.ladder
-
-
-UNPACKED = "; packed latents are unpacked into rows first"
-
-
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [
-        ("sm90", {"backend": "auto"}),
-        ("sm80", {"backend": "auto", "heads": 16}),
-        ("sm90", {"backend": "auto", "seqs": 455}),
-        ("sm80", {"backend": "auto", "seqs": 456}),  # more than 1 GiB of rows
-        ("sm80", {"device": "a100", "backend": "auto"}),
-        ("sm90", {}),
-        ("sm90", {"device": "h200", "heads": 16}),
-        ("sm90", {"seqs": 2000}),  # 4 GiB of rows
-        ("sm90", {"topk": 0}),
-    ],
-)
-def test_where_listed_latents_are_unpacked_first(kernel, words):
-    plan = plan_of(**words)
     assert plan.kernel == kernel
-    assert plan.reason.endswith(UNPACKED) == (kernel == "sm90")
 
 
+@pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize(("seqs", "topk"), [(4, 2048), (3, 5), (1, 0), (910, 2048)])
-def test_the_workspace_counts_the_rows(seqs, topk):
-    """Beside what the same lists take over a bfloat16 cache."""
-    plain = plan_of(seqs=seqs, topk=topk, cache=(100, 64, 512))
+def test_packed_lists_take_the_plan_of_a_bfloat16_cache(seqs, topk, heads):
+    """And nothing more of the workspace."""
+    plain = plan_of(heads, seqs, topk, cache=(100, 64, 512))
     assert plain.kernel == "sm90"
-    assert UNPACKED not in plain.reason
-    more = plan_of(seqs=seqs, topk=topk).workspace_bytes - plain.workspace_bytes
-    assert more == -(-seqs * topk * 1152 // 256) * 256
+    assert plan_of(heads, seqs, topk) == plain
 
 
 def test_explain_takes_the_plain_shape_of_packed_latents():

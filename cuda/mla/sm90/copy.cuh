@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode on Hopper: the shared storage of a thread block, and its copies of latents: of blocks of
 // the cache through the TMA; token by token, of lists and of blocks that are no multiple of 16, by
-// cp.async. Next: decode.cuh (who copies, who multiplies).
+// cp.async; packed ones by way of registers. Next: decode.cuh (who copies, who multiplies).
 //
 //   a block of 64 keys    panels 0 to 3 | panels 4 to 7, rope      64 columns each: 32 + 40 KB
 #pragma once
@@ -21,6 +21,9 @@ struct MlaSm90Maps {
   device::TensorMap latent, rope;
   int32_t piece;
 };
+
+// How the keys of a block come.
+enum class MlaSm90Keys { blocks, tokens, packed };
 
 struct MlaSm90Tiles {
   // 1. Types and sizes
@@ -103,7 +106,7 @@ struct MlaSm90Tiles {
   // `first`. What the tables say of them is asked for a block ahead.
   struct Tokens {
     int32_t entries[2];
-    int64_t latent[2], rope[2];  // where they lie, in elements
+    int64_t latent[2], rope[2];  // where they lie, in elements, of packed ones in bytes
     uint32_t there[2];           // a bit for each key of the block that there is
   };
   static __device__ __forceinline__ bool has_token(const device::KeyTask& task, int32_t key) {
@@ -174,6 +177,53 @@ struct MlaSm90Tiles {
       }
       cp_async_commit();
     }
+  }
+
+  // The same of packed latents (params/pages.h), of which registers make bfloat16 on the way, so that
+  // the products are those of a bfloat16 cache. A lane has 8 codes of each half of a key.
+  static __device__ __forceinline__ void copy_packed(const PagedParams& p, const Shared& shared,
+                                                     const Cursor& at, const Tokens& tokens) {
+    using namespace device;
+    static_assert(kParts == 2 && PackedLatent::kScaled * 2 * kParts == PackedLatent::kLatent);
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, owner = warp % 2 * 16;
+    const int64_t place = warp < 2 ? tokens.latent[0] : tokens.latent[1];
+    const uint32_t there = (warp < 2 ? tokens.there[0] : tokens.there[1]) >> owner;
+    const uint32_t to = shared.stage(at.stage) + warp * 16 * 128;
+    const char* cache = static_cast<const char*>(p.k_cache);
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+      // The scale that this lane brings: of key `lane` % 16, half of those of a part.
+      const int64_t scaled = __shfl_sync(0xffffffffu, place, owner + lane % 16);
+      float scale = 0.0f;
+      if ((there >> lane % 16 & 1) != 0)
+        scale = reinterpret_cast<const float*>(cache + scaled +
+                                               PackedLatent::kScalesAt)[2 * part + lane / 16];
+      const char* from = cache + part * PackedLatent::kLatent / kParts + lane * 8;
+      uint2 codes[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int64_t key = __shfl_sync(0xffffffffu, place, owner + i);
+        codes[i] = uint2{0, 0};
+        if ((there >> i & 1) != 0) codes[i] = *reinterpret_cast<const uint2*>(from + key);
+      }
+      barrier_wait(shared.empty(at.stage, part), at.parity ^ 1);
+      const uint32_t panel = to + (part * kPartPanels + lane / 8) * kPanelBytes;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float of_key = __shfl_sync(0xffffffffu, scale, i | (lane & 16));
+        store_shared16(panel + swizzled<128>(i, lane % 8),
+                       unpack_latents(codes[i].x, codes[i].y, of_key));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const int32_t row = i + lane / 8;
+      cp_async16(to + kPanels * kPanelBytes + swizzled<128>(row, lane % 8),
+                 cache + __shfl_sync(0xffffffffu, place, owner + row) + PackedLatent::kRopeAt +
+                     lane % 8 * 16,
+                 (there >> row & 1) != 0);
+    }
+    cp_async_commit();
   }
 
   // By a warpgroup: a warp has one panel of each part, the first the rope columns, too.

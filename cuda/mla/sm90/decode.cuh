@@ -19,8 +19,7 @@
 
 namespace cuattn {
 
-// kTokens: keys come token by token, of lists or of blocks of any size.
-template <DType kType, bool kTokens>
+template <DType kType, MlaSm90Keys kKeysBy>
 struct MlaSm90 : MlaSm90Masks {
   // 1. Types and sizes
   using T = device::Element<kType>;
@@ -28,7 +27,8 @@ struct MlaSm90 : MlaSm90Masks {
   using OutMma = device::Wgmma<kType, kOutColumns>;
   static constexpr int kKeySteps = kKeys / 16;  // k16 of O
   static constexpr int kOutBlocks = kOutColumns / 8;
-  static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
+  static constexpr float kSlackLog2 = 8.0f;                        // exponentials up to 256
+  static constexpr bool kTokens = kKeysBy != MlaSm90Keys::blocks;  // one by one
 
   // Of a warpgroup that makes scores.
   struct Scores {
@@ -82,7 +82,7 @@ struct MlaSm90 : MlaSm90Masks {
                                                     int part) {
     if constexpr (kTokens) {
       if (part == 0) {
-        device::cp_async_wait<1>();
+        device::cp_async_wait<1>();  // of packed ones all are there but rope
       } else {
         device::cp_async_wait<0>();
       }
@@ -237,7 +237,11 @@ struct MlaSm90 : MlaSm90Masks {
     if (state.first >= task.end) return;
     if constexpr (kTokens) {
       find_tokens(p, task, state.first, state.tokens);
-      copy_tokens(p, shared, state.at, state.tokens);
+      if constexpr (kKeysBy == MlaSm90Keys::packed) {
+        copy_packed(p, shared, state.at, state.tokens);
+      } else {
+        copy_tokens(p, shared, state.at, state.tokens);
+      }
     } else {
       const int32_t row = threadIdx.x % 32 * maps.piece;
       copy_boxes(maps, shared, state.at, row, (state.first + row) % p.pages.block_size,
@@ -472,10 +476,15 @@ void launch_mla_sm90_kernel(const PagedParams& p, const MlaSm90Maps& maps, cudaS
 template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_mla_sm90(const PagedParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV && kHeadDim == MlaSm90Tiles::kPanels * 64);
+  using Keys = MlaSm90Keys;
+  if constexpr (kType == DType::bf16) {
+    if (p.kv_dtype != p.dtype)
+      return launch_mla_sm90_kernel<MlaSm90<kType, Keys::packed>>(p, {}, stream);
+  }
   const bool is_paged = p.pages.block_tables != nullptr;
   if (is_paged && (has_lists(p) || p.pages.block_size % 16 != 0))
-    return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, {}, stream);
-  launch_mla_sm90_kernel<MlaSm90<kType, false>>(p, mla_sm90_maps(p), stream);
+    return launch_mla_sm90_kernel<MlaSm90<kType, Keys::tokens>>(p, {}, stream);
+  launch_mla_sm90_kernel<MlaSm90<kType, Keys::blocks>>(p, mla_sm90_maps(p), stream);
 }
 
 }  // namespace cuattn

@@ -24,9 +24,6 @@ struct LatentParams {
   bool is_used;       // the call is one of mla_decode
   bool own_values;    // v_cache is not k_cache
   int32_t* own_lens;  // work.context_lens, where keys are rows: as long as the capacity
-  // Where packed latents of lists become rows of bfloat16 first: [lists, capacity, 576]. own_lens is
-  // then how many each list has.
-  void* own_rows;
 };
 
 // One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.

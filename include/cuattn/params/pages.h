@@ -28,7 +28,6 @@ struct CacheStrides {
 struct PackedLatent {
   static constexpr int32_t kLatent = 512, kScaled = 128, kRope = 64;
   static constexpr int32_t kScalesAt = 512, kRopeAt = 528, kBytes = 656;
-  static constexpr int32_t kColumns = kLatent + kRope, kRowBytes = kColumns * 2;  // unpacked
   // Of 128 numbers up to `largest`.
   static CUATTN_HOST_DEVICE float scale(float largest) {
     float scale = largest / 448.0f;
