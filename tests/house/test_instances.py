@@ -98,6 +98,7 @@ def asked_of(score: str) -> str:
 WIDER = {"none": "causal", "causal": "window"}
 
 
+@functools.cache
 def compiled_for(kernel: str, mask: str, score: str, dim: int) -> tuple[str, str]:
     """Mask and scores of the instance that serves a call: some serve more than their own."""
     if dim > 256:
