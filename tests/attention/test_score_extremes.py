@@ -61,6 +61,8 @@ def assert_served(device, backend, case, rng, **options):
         pytest.skip("tiled refuses scales that are not positive")
     if not harness.serves(backend, device, case):
         pytest.skip(f"backend '{backend}' refuses this call")
+    if device.name == "cpu" and backend == "naive" and case.head_dim != 64:
+        pytest.skip("the CPU's plain loop has one code for all head sizes")
     harness.assert_case(device, backend, case, rng, **options)
 
 
