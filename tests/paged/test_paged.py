@@ -183,7 +183,7 @@ def test_splits_of_short_contexts(device, backend, case, num_splits, dtype, rng)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("device", "backend"), target_params())
 def test_more_splits_than_run_at_a_time(device, backend, head_dim, options, rng):
-    lens = (900, 0, 1, 513, 64) * 9
+    lens = (900, 0, 1, 513, 64) * (9 if device.name == "cuda" else 2)  # the CPU has no waves
     case = PagedCase(dtype="bfloat16", lens=lens, head_dim=head_dim, num_heads_q=16, num_heads_kv=8)
     case = dataclasses.replace(case, sinks=True, options=tuple(options.items()))
     paged_cases.assert_case(device, backend, case, rng)
