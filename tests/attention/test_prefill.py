@@ -122,6 +122,8 @@ LONG_MASKS = {**MASKS, "window": {"window": (257, 100)}, "local": {"window": (64
 )
 def test_many_tiles(device, backend, case, rng):
     """Sequences of many tiles, so that every stage of a pipeline is used again."""
+    if device.name == "cpu" and backend == "naive" and case.dtype != "float32":
+        pytest.skip("the CPU's plain loop has no tiles; test_lengths has every dtype")
     assert_case(device, backend, case, rng)
 
 
