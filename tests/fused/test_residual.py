@@ -102,11 +102,12 @@ def test_no_queries_and_no_keys(device, rng):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_float8_queries_take_the_dtype_of_residual(dtype, rng):
+def test_float8_queries_take_the_dtype_of_residual(device, dtype, rng):
     *arrays, residual = draw(rng, dtype, 2, 2, 32, 32)
-    q, k, v = (x.astype(ml_dtypes.float8_e4m3fn) for x in arrays)
-    wide = cuattn.attention(q, k, v, out=np.empty(residual.shape, np.float32))
-    found = cuattn.attention(q, k, v, residual=residual)
+    codes = [x.astype(ml_dtypes.float8_e4m3fn) for x in arrays]
+    nothing = np.zeros(residual.shape, np.float32)
+    wide = harness.numpy_call(device, cuattn.attention, *codes, residual=nothing)
+    found = harness.numpy_call(device, cuattn.attention, *codes, residual=residual)
     want = (wide + residual.astype(np.float32)).astype(residual.dtype)
     assert (bits(found) == bits(want)).all()
 
@@ -272,8 +273,8 @@ def test_explain_refuses_jax_arrays_beside_residual():
 
 
 @pytest.mark.parametrize("codes", ["float8_e4m3fn", "int8"])
-def test_explain_knows_that_naive_gives_float32_of_codes(codes):
+def test_explain_knows_what_becomes_of_codes(codes):
     q, v = (codes, 1, 8, 2, 32), ("float8_e4m3fn", 1, 8, 2, 32)
     plan = cuattn.explain("attention", q, q, v, device="a100", residual=q[1:])
-    assert plan.kernel == "naive"
-    assert "residual is added" in plan.reason
+    assert plan.kernel == "sm80"
+    assert "codes become numbers of 16 bits first; after it residual is added" in plan.reason
