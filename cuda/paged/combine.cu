@@ -19,19 +19,25 @@ constexpr int kFewParts = 8;  // a warp has them all on their way at once
 // 80 registers: two blocks wait beside those of the first kernel, which leave 22,000.
 constexpr int kBlocksPerSm = 6;
 
-// Which unit block `item` of the grid's first axis merges. With a deal the item is the worker that
-// holds a unit's second part, so each unit that is cut is found once; without, it is the unit.
+// Which unit block `item` of the grid's first axis merges. With a deal and more units than workers the
+// item is the worker that holds a unit's second part, so each unit that is cut is found once; else it
+// is the unit.
 struct Unit {
   int32_t b, head_group;
   PagedSlots slots;
 };
 
+CUATTN_HOST_DEVICE bool has_items_of_workers(const PagedWork& w) {
+  return w.num_splits == 0 && int64_t{w.num_seqs} * head_groups(w) > w.num_workers;
+}
+
 __device__ bool find_unit(const PagedWork& w, int64_t item, Unit& unit) {
-  if (w.num_splits != 0) {
+  if (!has_items_of_workers(w)) {
     unit.b = static_cast<int32_t>(item / head_groups(w));
     unit.head_group = static_cast<int32_t>(item % head_groups(w));
     unit.slots = paged_slots(w, unit.b, unit.head_group);
-    return true;
+    // Whatever the deal holds, no part lies outside the buffers.
+    return unit.slots.first >= 0 && unit.slots.slot(unit.slots.count - 1) < num_paged_slots(w);
   }
   const int32_t* entry = w.deal + PagedDeal::worker(item);
   unit.head_group = entry[PagedDeal::kWorkerHead];
@@ -93,7 +99,7 @@ template <DType kType, Parts kParts>
 void launch(const PagedParams& p, int32_t major, cudaStream_t stream) {
   const PagedWork& w = p.work;
   int64_t units = int64_t{w.num_seqs} * head_groups(w);
-  int64_t items = w.num_splits == 0 ? w.num_workers : units;
+  int64_t items = has_items_of_workers(w) ? w.num_workers : units;
   int64_t parts = w.num_splits == 0 ? w.num_workers / units + 2 : w.num_splits;  // about, at most
   bool warp_rows = parts <= kFewParts && w.rows > 1 && items * w.rows > w.num_workers;
   auto kernel =

@@ -3,6 +3,7 @@
 // every worker takes an equal stretch of one. One block: the lengths are few and the kernel is
 // short. Next: device/paged/tasks.cuh (who reads it).
 #include "cuattn/device/math.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/params/deal.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
@@ -31,6 +32,7 @@ __global__ void __launch_bounds__(kThreads) paged_deal(const PagedWork w, int32_
   __shared__ int32_t first_shared[kShared];
   __shared__ int32_t warp_sums[kThreads / 32];
   __shared__ int32_t all_tiles, longest;
+  device::wait_for_previous_kernel();
   int32_t* first_tile = deal + PagedDeal::first_tile(w, 0);
   if (threadIdx.x == 0) all_tiles = longest = 0;
   __syncthreads();
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) paged_deal(const PagedWork w, int32_
 }  // namespace
 
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream) {
-  paged_deal<<<1, kThreads, 0, stream>>>(work, deal);
+  launch_overlapping(paged_deal, 1, kThreads, 0, device_major(), stream, work, deal);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

@@ -101,10 +101,12 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
+// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9. Of packed latents
+// 16 rows wait for the codes, which sm80 has on their way two stages ahead.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  return r.latent || r.block_size % 16 == 0;
+  if (r.latent) return !has_packed(r) || rows_of(r) > 16;
+  return r.block_size % 16 == 0;
 }
 
 constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
@@ -154,6 +156,8 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
   int64_t units = int64_t{std::max(r.num_seqs, 1)} * std::max(head_groups, 1);
   int32_t room = static_cast<int32_t>(plan.num_workers / units);
   int32_t splits = std::clamp(room, 1, std::min(tiles, kMaxSplits));
+  // Rows of latents are wide: beyond 64 parts another costs as much as six tiles of all.
+  if (r.latent) splits = std::min(splits, std::max(64, ceil_div(tiles, 6)));
   int32_t few = std::min(splits, kPagedMaxCluster);
   int32_t most = ceil_div(tiles, few);  // tiles of a block
   bool is_short = most - ceil_div(tiles, splits) <= 2 &&
