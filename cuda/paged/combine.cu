@@ -19,16 +19,17 @@ constexpr int kFewParts = 8;  // a warp has them all on their way at once
 // 80 registers: two blocks wait beside those of the first kernel, which leave 22,000.
 constexpr int kBlocksPerSm = 6;
 
-// Which unit block `item` of the grid's first axis merges. With a deal and more units than workers the
-// item is the worker that holds a unit's second part, so each unit that is cut is found once; else it
-// is the unit.
+// Which unit block `item` of the grid's first axis merges. With a deal and more units than half of
+// the workers the item is the worker that holds a unit's second part, so each unit that is cut is found
+// once; else it is the unit.
 struct Unit {
   int32_t b, head_group;
   PagedSlots slots;
 };
 
+// To see that a unit is not cut takes divisions, that a worker holds no second part none.
 CUATTN_HOST_DEVICE bool has_items_of_workers(const PagedWork& w) {
-  return w.num_splits == 0 && int64_t{w.num_seqs} * head_groups(w) > w.num_workers;
+  return w.num_splits == 0 && int64_t{w.num_seqs} * head_groups(w) * 2 > w.num_workers;
 }
 
 __device__ bool find_unit(const PagedWork& w, int64_t item, Unit& unit) {

@@ -58,6 +58,8 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
+  if (has_packed(r) && !r.has_pages && !r.has_lists)
+    return "it takes packed latents in pages and lists of tokens, not in rows";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
 }

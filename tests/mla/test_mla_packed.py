@@ -122,6 +122,14 @@ def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, 
         assert (bits(device.numpy(got)) == bits(device.numpy(expected))).all()
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_packed_rows_go_by_sm80(heads):
+    shapes = (4, heads, 512), (4, heads, 64), ("uint8", 4, 300, 656), None, None, None
+    plan = cuattn.explain("mla_decode", *shapes, scale=1.0, device="h100", dtype="bfloat16")
+    assert plan.kernel == "sm80"
+    assert "sm90: cannot: it takes packed latents in pages" in plan.ladder
+
+
 def decode_arrays():
     return {
         "q_nope": np.ones((2, 4, 512), BF16),
