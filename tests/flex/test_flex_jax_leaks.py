@@ -47,6 +47,8 @@ def older_objects_are_left_alone():
     """JAX collects garbage after each trace: what other tests left would be walked each time."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("what", LEAKS)

@@ -107,6 +107,9 @@ def test_float8_queries_take_the_dtype_of_residual(device, dtype, rng):
     codes = [x.astype(ml_dtypes.float8_e4m3fn) for x in arrays]
     nothing = np.zeros(residual.shape, np.float32)
     wide = harness.numpy_call(device, cuattn.attention, *codes, residual=nothing)
+    plain = harness.numpy_call(device, cuattn.attention, *codes)  # rounded to bfloat16
+    off = np.abs(plain.astype(np.float32) - wide)
+    assert (off <= 2.0**-8 * np.abs(wide) + 1e-6).all()
     found = harness.numpy_call(device, cuattn.attention, *codes, residual=residual)
     want = (wide + residual.astype(np.float32)).astype(residual.dtype)
     assert (bits(found) == bits(want)).all()
