@@ -33,7 +33,7 @@ struct Parts {
     int32_t side = p.stacked ? 0 : part;
     int64_t first = (p.stacked ? part * p.out_part_stride : 0) + offset(p.out_strides[side]);
     for (int32_t d = 0; d < p.head_dim; ++d)
-      acc[d] += weight * load_element(p.outs[side], first + d, p.dtype);
+      acc[d] += weight * load_element(p.outs[side], first + d, p.part_dtype);
   }
 };
 

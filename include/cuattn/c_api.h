@@ -232,9 +232,9 @@ CUATTN_API cuattn_status cuattn_attention_backward_run(cuattn_backward_call* cal
                                                        void* workspace, size_t workspace_bytes,
                                                        void* stream);
 
-/* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
- * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
- * total]). lse_out may be NULL. Of lse -inf or +inf: no keys. out may be a part, lse_out its lse. */
+/* Merges two results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads, seqlen]),
+ * NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads, total]). Of
+ * lse +-inf: no keys. out may be a part, or of 16 bits with float32 parts; lse_out NULL, or a lse. */
 CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
                                              const DLTensor* out_b, const DLTensor* lse_b,
                                              const DLTensor* out, const DLTensor* lse_out,

@@ -44,7 +44,8 @@ def merge_states(
         Order of the axes; None is "bshd" for four axes and "nhd" for three.
     out, lse_out : array, optional
         Written in place and returned. out may be one of the parts itself, lse_out one of their lse;
-        else they share no memory with another argument.
+        else they share no memory with another argument. Of float32 parts out may be float16 or
+        bfloat16.
     stream : optional
         As in `attention`.
 

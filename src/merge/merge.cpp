@@ -116,6 +116,8 @@ MergeParams params_of(const Axes& axes, const char* name, const TensorView& out)
 void read_outputs(MergeParams& p, const Axes& axes, const TensorView& part, const char* part_name,
                   const TensorView& out, const TensorView* lse_out) {
   require_same_shape("out", out, part, part_name);
+  if (p.part_dtype == DType::f32 && out.is(DType::f16)) p.dtype = DType::f16;
+  if (p.part_dtype == DType::f32 && out.is(DType::bf16)) p.dtype = DType::bf16;
   p.merged_out_strides = read_out(p, axes, "out", out, part.device, true);
   p.merged_out = out.data;
   if (lse_out == nullptr) return;

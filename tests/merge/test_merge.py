@@ -46,13 +46,14 @@ def merge(
     *,
     stacked=False,
     give_out=False,
+    out_dtype=None,
     storage="contiguous",
     default_layout=False,
 ):
     arena = Arena(device)
     options = {} if default_layout else {"layout": layout}
     if give_out:
-        options["out"] = arena.output(outs.shape[1:], outs.dtype, storage, "out")
+        options["out"] = arena.output(outs.shape[1:], out_dtype or outs.dtype, storage, "out")
         options["lse_out"] = arena.output(lses.shape[1:], np.float32, storage, "lse_out", align=4)
     if stacked:
         placed = [arena.put(outs, storage, "outs"), arena.put(lses, storage, "lses", align=4)]
@@ -78,6 +79,27 @@ def merge(
 def test_two_parts(device, layout, dtype, give_out, rng):
     outs, lses = make_parts(rng, layout, 2, dtype)
     judge(outs, lses, layout, dtype, *merge(device, outs, lses, layout, give_out=give_out))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 17])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_parts_are_rounded_once(device, layout, dtype, parts, rng):
+    """What a ring over ranks ends with: out is the float32 result, rounded, and lse the same."""
+    outs, lses = make_parts(rng, layout, parts, "float32")
+    options = {"stacked": parts > 2, "give_out": True}
+    wide, wide_lse = merge(device, outs, lses, layout, **options)
+    out, lse = merge(device, outs, lses, layout, out_dtype=DTYPES[dtype], **options)
+    assert out.dtype == DTYPES[dtype]
+    np.testing.assert_array_equal(bits(out), bits(wide.astype(DTYPES[dtype])))
+    np.testing.assert_array_equal(bits(lse), bits(wide_lse))
+
+
+def test_16_bit_parts_are_not_widened(device, rng):
+    outs, lses = make_parts(rng, "nhd", 2, "bfloat16")
+    for wrong in ("float32", "float16"):
+        with pytest.raises(ValueError, match="out must be bfloat16"):
+            merge(device, outs, lses, "nhd", give_out=True, out_dtype=DTYPES[wrong])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 17, 133])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from shared_peers import SharedPeers, reading
 
 import cuattn
 import cuattn.parallel as parallel
@@ -152,6 +153,23 @@ def masks_and_layouts(ranks, seed, dtype, heads, seqlen, batch):
             if scheme == "ring" and kind == "zigzag":
                 again = whole.on_ranks(ranks, layout, scheme, batch_invariant=True)
                 assert all(map(torch.equal, found, again)), what
+
+
+def by_buffers(ranks, job, *arguments):
+    """Run a job of this module whose keys move by buffers, where there are none by shared ones."""
+    with reading(ranks) as peers:
+        globals()[job](ranks, *arguments)
+        assert peers is not None
+        assert peers.bytes > 0
+        if isinstance(peers, SharedPeers):
+            assert peers.meetings >= 2
+            assert peers.later == []
+
+
+def by_nccl(ranks, job, *arguments):
+    """Run a job of this module without buffers."""
+    with reading(ranks, False):
+        globals()[job](ranks, *arguments)
 
 
 def options_of(seed, heads, seqlen, names):

@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import jobs
 import numpy as np
 import torch
 import torch.distributed as dist
-from jobs import draw, generator, judge, largest, rows
+from jobs import draw, generator, judge, largest, poisoned, rows
 
 import cuattn
 import cuattn.parallel as parallel
 from cuattn.parallel import Layout
+from cuattn.parallel.schemes import fold_of_documents
 
 LEARNED = ("alibi_slopes", "sinks")  # whose gradient on a rank is its share
 
@@ -103,6 +105,37 @@ def compare(ranks, seed, cases, seqlen=600, heads=(4, 2), packed=False):
 
 
 ALL = ("gather", "heads", "ring")
+
+
+@poisoned
+def documents_in_one_call(ranks, seed):
+    """Gather pairs all runs of a rank with all keys at once, each from its last document on."""
+    rng = np.random.default_rng(seed)
+    total = 128 * 6 * ranks.size
+    cuts = {
+        "few": sorted({0, *rng.integers(1, total, 3).tolist(), total}),
+        "many": sorted([0, *rng.integers(0, total, 150).tolist(), total, total]),
+        "at the ends of chunks": [0, 128, 256, 640, total - 128, total],
+        "one": [0, total],
+    }
+    for number, (name, begins) in enumerate(cuts.items()):
+        begins = np.array(begins, np.int32)
+        sinks = torch.randn(4, generator=generator(seed))
+        masks = {"causal": True, "softcap": 3.0}, {"causal": True, "window": (150, -1)}
+        for options in masks:
+            given = options | {"cu_seqlens": begins, "sinks": sinks}
+            arrays = draw(seed + number, total, (4, 2), (32, 24), packed=True)
+            want = jobs.Whole(*arrays, given, axis=0).one_process(return_lse=True)
+            for layout in (
+                Layout.balanced(begins, ranks.size, chunk=128),
+                Layout("zigzag", total, ranks.size),
+            ):
+                problem = jobs.Whole(*arrays, given, axis=0)
+                fold = fold_of_documents(layout, ranks.rank, begins.astype(np.int64).tobytes())
+                assert fold is not None or layout.kind == "zigzag"
+                found = problem.on_ranks(ranks, layout, "gather")
+                what = (name, sorted(options), layout.kind)
+                judge(found, rows(want, layout, ranks.rank), "gather", what, False, 1e-5)
 
 
 def dropout(ranks, seed):

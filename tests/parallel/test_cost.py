@@ -6,13 +6,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 import frameworks
 
 frameworks.require("torch")
 
-from cuattn.parallel.cost import SCHEMES, Shape, Speeds, choose, model  # noqa: E402
+from cuattn.parallel import Layout  # noqa: E402
+from cuattn.parallel.cost import (  # noqa: E402
+    SCHEMES,
+    Shape,
+    Speeds,
+    choose,
+    model,
+    shape_of_documents,
+)
 
 PLENTY = 1 << 40
 # Two H100s, causal, head_dim 128, bfloat16, zigzag: milliseconds of one GPU and of a call alone by
@@ -53,6 +62,33 @@ def test_the_model_says_what_two_gpus_took(row):
         assert seconds * 1e3 == pytest.approx(took[scheme], rel=0.25), scheme
     assert took[found.scheme] <= 1.03 * min(took.values())
     assert found.scheme == BETTER_IN_A_ROW.get(row, found.scheme)
+
+
+# Two H200s, the same shapes by zigzag: of a step with gradients (benchmarks/results/parallel.json).
+TRAINING = {32768: (24.5, 18.5, 15.5, 14.5), 131072: (387.0, 216.0, 213.0, 207.0)}
+
+
+@pytest.mark.parametrize("seqlen", TRAINING)
+def test_the_model_says_what_training_took(seqlen):
+    one, gather, ring, heads = TRAINING[seqlen]
+    found = choice_of(shape_of(trains=True), seqlen)
+    took = {"gather": gather, "ring": ring, "heads": heads}
+    assert found.alone * 1e3 == pytest.approx(one, rel=0.12)
+    for scheme, seconds in found.seconds.items():
+        assert seconds * 1e3 == pytest.approx(took[scheme], rel=0.12), scheme
+    assert found.scheme == "heads"
+
+
+def test_documents_that_many_chunks_cut_go_by_no_ring():
+    """What made a call three times as long as one GPU: 277 calls of 1024 rows each."""
+    lengths = np.array([21521, 2442, 1178, 9363, 21206, 19067, 30000, 26295], np.int64)
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    layout = Layout.balanced(begins, 2)
+    shape = shape_of_documents(shape_of(), begins, layout)
+    assert shape.pairs == pytest.approx(float((lengths**2).sum()) / 2)
+    found = choice_of(shape, int(begins[-1]))
+    assert found.scheme != "ring"
+    assert found.seconds["ring"] > 2 * found.seconds[found.scheme]
 
 
 def test_a_short_sequence_is_gathered_at_once():

@@ -24,3 +24,8 @@ def test_ranks_drop_what_one_process_drops(size, pool, seed):
 @pytest.mark.parametrize("size", [2, 4])
 def test_padded_batches_lie_on_ranks(size, pool, seed):
     pool.run(size, option_jobs.lengths_in_use, seed)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_documents_are_gathered_in_one_call(size, pool, seed):
+    pool.run(size, option_jobs.documents_in_one_call, seed)

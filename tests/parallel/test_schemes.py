@@ -26,6 +26,27 @@ def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, batch, pool, s
     pool.run(size, jobs.masks_and_layouts, seed, dtype, heads, seqlen, batch)
 
 
+@pytest.mark.parametrize(
+    ("size", "job", "arguments"),
+    [
+        (2, "masks_and_layouts", ("bfloat16", (8, 2), 512, 1)),
+        (4, "masks_and_layouts", ("float16", (4, 4), 1000, 2)),
+        (2, "every_option", ()),
+        (4, "any_length", ()),
+        (2, "documents", ()),
+        (4, "gradients", ()),
+    ],
+)
+def test_keys_are_read_from_the_memory_of_other_ranks(size, job, arguments, pool, seed):
+    """By copy engines between GPUs of one host; on the CPU by memory that processes share."""
+    pool.run(size, jobs.by_buffers, job, seed, *arguments)
+
+
+@pytest.mark.gpu
+def test_keys_move_by_nccl_where_ranks_share_no_host(nccl, seed):
+    nccl.run(2, jobs.by_nccl, "masks_and_layouts", seed, "bfloat16", (8, 2), 512, 1)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_option(size, pool, seed):
     pool.run(size, jobs.every_option, seed)

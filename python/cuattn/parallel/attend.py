@@ -144,17 +144,27 @@ def dropout_of(dropout: Dropout, piece: Piece, first: Span) -> dict[str, Any]:
 
 
 def make_folded_call(
-    problem: Problem, lengths: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+    problem: Problem,
+    lengths: tuple[int, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begins: tuple[int, ...] = (),
 ) -> Call:
     """Make one call of runs of as many queries, each against so many of the keys: causal.
 
-    Short runs fill a device together, where one after the other would not.
+    Short runs fill a device together, where one after the other would not. `begins`: the first key
+    of each run, of packed documents.
     """
     options = problem.options() | {"window": problem.window}
     runs = len(lengths)
     if runs == 1:
         return Call(q, k[:, : lengths[0]], v[:, : lengths[0]], options, None, ())
     options["seqused_k"] = on_device(lengths, q.device)
+    if begins:
+        options["kv_start"] = on_device(begins, q.device)
+    if problem.axis == 0:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     q = q[0].unflatten(0, (runs, -1))
     k, v = (x[:, : max(lengths)].expand(runs, -1, -1, -1) for x in (k, v))
     return Call(q, k, v, options, None, (), runs=runs)
@@ -207,8 +217,9 @@ def attend(call: Call, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     run = getattr(cuattn, call.name)
     options = call.options if sinks is None else {**call.options, "sinks": sinks}
     if call.runs > 1:
-        out = out[0].unflatten(0, (call.runs, -1))
-        lse = lse[0].unflatten(-1, (call.runs, -1)).transpose(0, 1)
+        out, lse = (out[0], lse[0]) if out.ndim == 4 else (out, lse)
+        out = out.unflatten(0, (call.runs, -1))
+        lse = lse.unflatten(-1, (call.runs, -1)).transpose(0, 1)
     run(call.q, call.k, call.v, *call.lengths, **options, out=out, lse_out=lse)
     if call.offset is not None:
         lse -= call.offset if call.name == "attention" else call.offset[0]

@@ -17,10 +17,18 @@ from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
 from .cost import Choice
+from .gather import Gather
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of
-from .schemes import SCHEMES
+from .ring import Ring
+from .schemes import Local
 from .team import teams_of
+
+SCHEMES: dict[str, type[Local] | type[Gather] | type[Ring]] = {
+    "local": Local,
+    "gather": Gather,
+    "ring": Ring,
+}
 
 traced: Any = None  # puts a call into a graph of torch.compile, where that is loaded
 

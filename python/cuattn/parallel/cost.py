@@ -11,6 +11,7 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import cuattn
@@ -23,6 +24,8 @@ MERGE_BYTES = 4e12  # each second
 COPY_BYTES = 2.5e12  # read and written each second
 CALL_SECONDS = 150e-6  # of the host before the first kernel
 POST_SECONDS = 130e-6  # of the host for each exchange after the first
+PIECE_SECONDS = 150e-6  # of a call of few rows, which does not fill a device
+BACKWARD = 2.8  # the time of gradients, as that of the way forth
 IN_PARTS = 1.05  # the time of attention in parts beside what moves, as one call
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
@@ -48,6 +51,9 @@ class Shape:
     itemsize: int
     causal: bool
     in_order: bool = False  # ranks hold the sequence one behind the other
+    pairs: float = 0.0  # that see each other, of packed documents; 0: of the whole sequence
+    pieces: tuple[float, float] = (0.0, 0.0)  # calls beyond one a step, of gather and of a ring
+    trains: bool = False  # gradients are wanted
 
     def key_bytes(self, rows: float) -> float:
         """Return the bytes of the keys and values of so many tokens."""
@@ -75,6 +81,9 @@ class Choice:
         The key heads that gather brings at a time.
     alone : float
         The modelled time of one rank that held the whole sequence.
+    transport : str
+        What moves the keys of gather and ring: "copy engines" of one host, which leave the
+        multiprocessors to attention, or "NCCL" and why not the others; "" without a GPU.
     """
 
     scheme: str
@@ -85,6 +94,7 @@ class Choice:
     outer: str = ""
     groups: tuple[int, ...] = ()
     alone: float = 0.0
+    transport: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.scheme}: {self.reason}"]
@@ -93,7 +103,23 @@ class Choice:
         lines += [f"  {name}: no, {why}" for name, why in self.refused.items()]
         if self.scheme != "local":
             lines.append(f"  gather's buffers: {self.buffer_bytes} bytes")
+            lines += [f"  keys move by {self.transport}"] if self.transport else []
         return "\n".join(lines)
+
+
+def shape_of_documents(shape: Shape, begins: np.ndarray, layout: Layout) -> Shape:
+    """Return a shape with the pairs of packed documents, and the calls into which runs cut them.
+
+    A document that lies in c runs of all ranks is c / R of a rank, each against all in the ring;
+    gather takes all of a rank at once but for documents that end within a chunk.
+    """
+    lengths = np.diff(begins).astype(np.float64)
+    pairs = float((lengths * lengths).sum()) * (0.5 if shape.causal else 1.0)
+    runs = sum(len(layout.spans(rank)) for rank in range(layout.size))
+    cut = np.maximum(lengths * runs / max(layout.seqlen, 1), 1.0)
+    of_ring = float((cut * cut).sum()) / layout.size * (0.5 if shape.causal else 1.0)
+    of_gather = min(len(lengths), runs) / layout.size
+    return dataclasses.replace(shape, pairs=max(pairs, 1.0), pieces=(of_gather, of_ring))
 
 
 def gather_groups(
@@ -123,7 +149,7 @@ def gather_groups(
 
 def work_of(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     """Return the seconds of a rank's attention on a device that it fills."""
-    pairs = seqlen * seqlen * (0.5 if shape.causal else 1.0)
+    pairs = shape.pairs or seqlen * seqlen * (0.5 if shape.causal else 1.0)
     return 2 * shape.batch * shape.heads_q * shape.dims * pairs / size / speeds.flops
 
 
@@ -145,6 +171,7 @@ def gather_seconds(
         share = group / sum(groups)
         here += brought * share + speeds.latency
         done = max(done, here) + ordered * share + max(work * share, least)
+        done += shape.pieces[0] * PIECE_SECONDS
     return done
 
 
@@ -170,7 +197,7 @@ def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     merge = 0.75 * results * 12 / MERGE_BYTES
     rounded = results * (4 + shape.itemsize) / COPY_BYTES if shape.itemsize < 4 else 0.0
     packed = 2 * shape.key_bytes(rows) / COPY_BYTES
-    host = CALL_SECONDS + POST_SECONDS * (size - 1)
+    host = CALL_SECONDS + POST_SECONDS * (size - 1) + shape.pieces[1] * PIECE_SECONDS
     return host + packed + (size - 1) * (max(step, hop) + merge) + step + rounded
 
 
@@ -181,10 +208,36 @@ def model(
 
     The host's share counts in full, as in a call alone; of calls in a row most of it is hidden.
     """
-    return {
+    forth = {
         "gather": gather_seconds(shape, seqlen, size, speeds, groups),
         "heads": heads_seconds(shape, seqlen, size, speeds),
         "ring": ring_seconds(shape, seqlen, size, speeds),
+    }
+    if not shape.trains:
+        return forth
+    back = backward_seconds(shape, seqlen, size, speeds)
+    return {scheme: seconds + back[scheme] for scheme, seconds in forth.items()}
+
+
+def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> dict[str, float]:
+    """Return the time of the gradients by each scheme.
+
+    Those of the keys are float32 sums, made, added up and sent: in a ring of the keys of a rank, by
+    gather of all. heads exchanges what it did on the way forth.
+    """
+    work = BACKWARD * work_of(shape, seqlen, size, speeds)
+    keys = shape.key_bytes(seqlen / size)
+    sums = keys / shape.itemsize * 4
+    again = (size - 1) * keys / speeds.bytes
+    exchanges = heads_seconds(shape, seqlen, size, speeds) - work_of(shape, seqlen, size, speeds)
+    sent = (size - 1) * sums / speeds.bytes
+    return {
+        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES,
+        "heads": work + exchanges,
+        "ring": IN_PARTS * work
+        + max(again - work, 0.0)
+        + sent
+        + 10 * (size - 1) * sums / COPY_BYTES,
     }
 
 
@@ -212,7 +265,7 @@ def choose(
     speeds = speeds or Speeds()
     groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
     seconds = model(shape, seqlen, size, speeds, groups)
-    alone = work_of(shape, seqlen, 1, speeds)
+    alone = work_of(shape, seqlen, 1, speeds) * (1 + BACKWARD if shape.trains else 1)
     why = heads_refusal(shape, size)
     if why is not None:
         refused.setdefault("heads", why)

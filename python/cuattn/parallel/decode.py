@@ -7,9 +7,10 @@ want them in one message, and are merged there in order of ranks, in float32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import cuattn
@@ -17,9 +18,8 @@ import cuattn
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._tracing import keep_out_of_graphs
 from .check import Said, agree
-from .exchange import exchange
-from .plan import shape_words
-from .team import Team, gather_into, team_of
+from .plan import KEPT, shape_words
+from .team import gather_into, team_of
 
 if TYPE_CHECKING:
     from .._types import KvLayout
@@ -48,9 +48,10 @@ def local_lens(context_lens: Tensor, *, rank: int, size: int, interleave: int) -
     int32 tensor, [num_seqs]
     """
     turn = interleave * size
-    full = torch.div(context_lens, turn, rounding_mode="floor") * interleave
-    own = (context_lens % turn - rank * interleave).clamp(0, interleave)
-    return (full + own).to(torch.int32)
+    left = context_lens - rank * interleave if rank else context_lens
+    own = (left % turn).clamp_(max=interleave)
+    full = torch.div(left, turn, rounding_mode="floor")
+    return torch.add(own, full, alpha=interleave).to(torch.int32)
 
 
 def local_slots(
@@ -160,47 +161,108 @@ def run(given: dict[str, Any]) -> Tensor:
     """Check a call on all ranks, and run it."""
     team = given["team"] = team_of("parallel.paged_attention", given["group"])
     q, context_lens, sinks = (given[name] for name in ("q", "context_lens", "sinks"))
-    plans: list[tuple[int, torch.dtype]] = []
+    plans: list[tuple[int, torch.dtype, Said]] = []
 
     def contract() -> Said:
-        plans.append(read(given))
-        names = ("reduce", "kv_layout", "scale", "softcap", "partial_dtype")
-        values = {
-            "q": (tuple(q.shape), q.dtype, q.device.type),
-            "interleave": plans[0][0],
-            "context_lens": shape_words(context_lens),
-            "sinks": shape_words(sinks),
-            **{name: given[name] for name in names},
-        }
-        return Said("parallel.paged_attention", values)
+        plans.append(kept_plan(given))
+        return plans[0][2]
 
     agree("parallel.paged_attention", team, given["check"], contract)
-    turn, wide = plans[0]
+    turn, wide, _ = plans[0]
     lens = local_lens(context_lens, rank=team.rank, size=team.size, interleave=turn)
-    part = torch.empty(q.shape, dtype=wide, device=q.device)
+    takes_all = given["reduce"] == "all"
+    share = Share(*q.shape[:2], q.shape[2], 1 if takes_all else team.size)
+    message = q.new_empty(share.ranks, share.elements, dtype=torch.float32)
+    part, lse = (x[0] for x in share.views(message))
+    if not takes_all or wide != torch.float32:
+        part = torch.empty(q.shape, dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     options = {name: given[name] for name in ("kv_layout", "scale", "softcap", *SCALES)}
     k_cache, v_cache, block_tables = (given[name] for name in CACHE)
-    _, lse = cuattn.paged_attention(
+    cuattn.paged_attention(
         q, k_cache, v_cache, block_tables, lens, **options,
         sinks=sinks if team.rank == 0 else None, causal=False, return_lse=True, out=part,
+        lse_out=lse,
     )  # fmt: skip
-    message = torch.cat([part.float(), lse.unsqueeze(-1)], -1)  # [num_seqs, heads, head_dim + 1]
-    parts = spread(team, message, given["reduce"])
-    outs, lses = parts[..., :-1].contiguous(), parts[..., -1].contiguous()
-    out, _ = cuattn.merge_states(outs, lses, layout="nhd")
-    return out.to(q.dtype)
+    if not takes_all or wide != torch.float32:
+        for to, x in zip(share.views(message), (part, lse), strict=True):
+            to.copy_(x.unflatten(1, (share.ranks, -1)).movedim(1, 0))
+    box = message.new_empty(team.size, share.elements)
+    if takes_all:
+        gather_into(box.view(-1), message.view(-1), team.group)
+    else:
+        dist.all_to_all_single(box, message, group=team.group)
+    outs, lses = share.views(box)
+    out = torch.empty(outs.shape[1:], dtype=q.dtype, device=q.device)
+    cuattn.merge_states(outs, lses, layout="nhd", out=out)
+    return out
 
 
-def spread(team: Team, message: Tensor, reduce: str) -> Tensor:
-    """Return the parts of all ranks, of all heads or of those that are this rank's."""
-    if reduce == "all":
-        box = message.new_empty(team.size * len(message), *message.shape[1:])
-        gather_into(box, message, team.group)
-        return box.view(team.size, *message.shape)
-    sent = list(message.chunk(team.size, 1))
-    mine = sent[team.rank]
-    found = exchange(team, sent, [mine.numel()] * team.size)
-    return torch.stack([x.view(mine.shape) for x in found])
+class Share(NamedTuple):
+    """The message to each rank: results of its heads, float32, behind them their lse."""
+
+    num_seqs: int
+    num_heads: int
+    head_dim: int
+    ranks: int  # that the heads are shared out to
+
+    @property
+    def elements(self) -> int:
+        """Of a message, which begins on 16 bytes as all rows do."""
+        rows = self.num_seqs * self.num_heads // self.ranks
+        return rows * self.head_dim + -(-rows // 4) * 4
+
+    def views(self, box: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is in messages, [n, elements]: [n, num_seqs, heads, head_dim] and lse."""
+        shape = self.num_seqs, self.num_heads // self.ranks
+        rows = shape[0] * shape[1]
+        end = rows * self.head_dim
+        outs = box[:, :end].unflatten(1, (*shape, self.head_dim))
+        return outs, box[:, end : end + rows].unflatten(1, shape)
+
+
+def key_of(given: dict[str, Any]) -> Any:
+    """Say what a plan depends on; None where it is not kept: arrays may hold other values."""
+    arrays = [given[name] for name in ("q", *CACHE, "context_lens")]
+    words = [given[name] for name in ("interleave", *WORDS)]
+    is_kept = all(isinstance(x, Tensor) for x in arrays)
+    is_kept &= all(x is None or isinstance(x, (str, int, float)) for x in words)
+    is_kept &= all(given[name] is None for name in ("sinks", *SCALES))
+    if not is_kept:
+        return None
+    seen = tuple(
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16) for x in arrays
+    )
+    return "decode", seen, *words, shape_words(given["context_lens"]), torch.is_grad_enabled()
+
+
+WORDS = ("reduce", "kv_layout", "scale", "softcap", "partial_dtype")
+
+
+def kept_plan(given: dict[str, Any]) -> tuple[int, torch.dtype, Said]:
+    """Return what `read` says of a call, or said of one alike, and what all ranks say alike.
+
+    The layers of a step call alike.
+    """
+    key = key_of(given)
+    plans = given["team"].plans
+    if key is not None and key in plans:
+        found: tuple[int, torch.dtype, Said] = plans[key]
+        return found
+    turn, wide = read(given)
+    q = given["q"]
+    values = {
+        "q": (tuple(q.shape), q.dtype, q.device.type),
+        "interleave": turn,
+        **{name: shape_words(given[name]) for name in ("context_lens", "sinks")},
+        **{name: given[name] for name in WORDS},
+    }
+    plan = turn, wide, Said("parallel.paged_attention", values)
+    if key is not None:
+        if len(plans) >= KEPT:
+            plans.clear()
+        plans[key] = plan
+    return plan
 
 
 def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:

@@ -24,7 +24,7 @@ class Gathered:
 
     def __init__(self, team: Team, layout: Layout, rows: Tensor) -> None:
         self.layout = layout
-        self.most = max(layout.rows(rank) for rank in range(layout.size))
+        self.most = most_rows(layout)
         self.rows = rows.contiguous()
         if len(rows) < self.most:  # messages are of equal length
             self.rows = rows.new_zeros(self.most, *rows.shape[1:])
@@ -36,6 +36,12 @@ class Gathered:
         """Return [seqlen, ...]; a copy, unless ranks hold the sequence in order."""
         self.work.wait()
         return in_order(self.layout, self.box, [r * self.most for r in range(self.layout.size)])
+
+
+@functools.lru_cache(maxsize=256)
+def most_rows(layout: Layout) -> int:
+    """Return the rows of the longest rank."""
+    return max(layout.rows(rank) for rank in range(layout.size))
 
 
 def in_order(layout: Layout, box: Tensor, begins: list[int]) -> Tensor:

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .attention import run_planned, trace_by
+from .attention import SCHEMES, run_planned, trace_by
 from .autograd import heads_to_rows, rows_to_heads
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory
-from .schemes import SCHEMES
 from .team import teams_of
 
 FUNCTION = "parallel.attention"

@@ -18,7 +18,7 @@ import cuattn
 
 from .attend import Dropout, Problem
 from .check import Said, no_answer
-from .cost import Choice, Shape, choose, heads_refusal, layout_of
+from .cost import Choice, Shape, choose, heads_refusal, layout_of, shape_of_documents
 from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
 from .team import NoAnswer, Team
@@ -121,7 +121,10 @@ def plan_of(
         *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
         window[1] == 0,
         layout.inner == 1 and layout.kind == "contiguous",
+        trains=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     )
+    if begins is not None:
+        shape = shape_of_documents(shape, begins, layout.outer_layout())
     refused = refusals(given, kernel, q, window, bias)
     ambiguous = bias is not None and any(layout.rows(rank) == 1 for rank in range(layout.size))
     if ambiguous and inner is None and given["scheme"] == "auto":  # all ranks choose alike
@@ -137,6 +140,8 @@ def plan_of(
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
     else:
         choice = choose_two_levels(function, given["scheme"], shape, layout, limits)
+    if q.is_cuda:
+        choice = dataclasses.replace(choice, transport=outer.transport)
     by_heads = inner is not None or choice.scheme == "heads"
     if by_heads and "heads" in refused:
         raise NotImplementedError(

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to attend over a sequence whose rows lie on several ranks, forward and backward.
+"""What the ways to attend over rows of several ranks share, and the one of a single rank.
 
-local: the whole sequence is here. gather: keys and values of all ranks come, by groups of heads,
-and each row attends to them in one call: no merge, the bits of one process. ring: keys and values
-travel from rank to rank and what each step finds is merged in float32. Every scheme gives (out,
-lse) of the rows of this rank, and (dq, dk, dv, dsinks) for the way back. Ring: arXiv:2310.01889;
-zigzag and gather in groups of heads: arXiv:2407.21783. Next: autograd.py.
+local: the whole sequence is here. gather (gather.py): keys and values of all ranks come, by groups
+of heads, and each row attends to them in one call: no merge, the bits of one process. ring
+(ring.py): keys and values come rank by rank and what each step finds is merged in float32. Every
+scheme gives (out, lse) of the rows of this rank, and (dq, dk, dv, dsinks) for the way back.
+Next: autograd.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,25 +20,22 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-import cuattn
-
 from .attend import (
     Call,
     Problem,
     attend,
     gradients,
-    heads_of,
     make_call,
     make_folded_call,
     tokens_of,
 )
-from .exchange import Gathered, Shift, exchange
+from .exchange import most_rows
 from .layout import Layout, Span
 from .pairs import Piece, Window, find_pieces
+from .peers import Peers, places_of, shape_of
 from .team import Team
 
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
-MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
 
 
 def labelled(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -110,6 +106,35 @@ def fold_of(layout: Layout, rank: int, owner: int | None, window: Window) -> tup
     return tuple(row + count if is_own else token + count for token, row, count in places)
 
 
+class Fold(NamedTuple):
+    """Chunks of packed documents as a batch over all keys: each with the last document in it.
+
+    `rest`: what of a chunk lies in documents before, as (first token, its row on the rank, tokens).
+    """
+
+    begins: tuple[int, ...]  # of the keys of each chunk
+    ends: tuple[int, ...]
+    rest: tuple[tuple[int, int, int], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def fold_of_documents(layout: Layout, rank: int, begins: bytes) -> Fold | None:
+    """Fold the chunks of a rank, causal; None where they are not as long, or one."""
+    chunks = layout.chunks(rank)
+    if len(chunks) < 2 or len({count for _, count in chunks}) > 1:
+        return None
+    starts = np.frombuffer(begins, np.int64)
+    tokens, size = np.array([token for token, _ in chunks]), chunks[0][1]
+    firsts = starts[np.searchsorted(starts, tokens + size - 1, side="right") - 1]
+    ends = tokens + size
+    rest = tuple(
+        (token, row * size, first - token)
+        for row, (token, first) in enumerate(zip(tokens.tolist(), firsts.tolist(), strict=True))
+        if first > token
+    )
+    return Fold(tuple(firsts.tolist()), tuple(ends.tolist()), rest)
+
+
 class Scheme:
     """What a scheme needs beside its arrays: the ranks, who holds what, the problem."""
 
@@ -141,9 +166,12 @@ class Scheme:
     ) -> Iterator[tuple[Call, slice, slice, bool]]:
         """List the calls of the way forth: one for all runs of queries where that can be."""
         problem = self.problem
-        is_plain = problem.axis == 1 and all(
-            x is None for x in (problem.slopes, problem.bias, problem.used, problem.dropout)
-        )
+        apart = (problem.slopes, problem.bias, problem.used, problem.dropout)
+        is_plain = all(x is None for x in apart)
+        if problem.begins is not None and is_plain and owner is None:
+            yield from self.calls_of_documents(q, k, v)
+            return
+        is_plain = is_plain and problem.axis == 1
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
         if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
             yield from self.calls(q, k, v, owner)
@@ -151,6 +179,38 @@ class Scheme:
         rows, keys = slice(0, q.shape[problem.axis]), slice(0, max(lengths))
         call = make_folded_call(problem, lengths, q, k, v)
         yield call, rows, keys, owner in (None, self.rank)
+
+    def calls_of_documents(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[Call, slice, slice, bool]]:
+        """List the calls against all keys: one for all runs, then what it left out."""
+        problem = self.problem
+        assert problem.begins is not None
+        begins = problem.begins.astype(np.int64)
+        fold = None
+        if problem.window[1] == 0 and not problem.batch_invariant:
+            fold = fold_of_documents(self.layout, self.rank, begins.tobytes())
+        if fold is None:
+            yield from self.calls(q, k, v, None)
+            return
+        rows, keys = slice(0, len(q)), slice(0, len(k))
+        yield make_folded_call(problem, fold.ends, q, k, v, fold.begins), rows, keys, True
+        for token, row, count in fold.rest:
+            runs: tuple[Span, Span, int] = ((token, count), (0, len(k)), row)
+            for piece in find_pieces(*runs[:2], problem.window, begins):
+                call = make_call(problem, piece, q[row : row + count], k, v, runs)
+                rows = slice(row + piece.q.start, row + piece.q.stop)
+                yield call, rows, piece.k, True
+
+    def peers_for(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Peers | None:
+        """Return the buffers by which rows of all ranks travel; None: torch.distributed moves."""
+        peers: Peers | None = None if self.team is None else self.team.peers
+        keys = pairs[0][0]
+        if peers is None or peers.device != keys.device:
+            return None
+        most = most_rows(self.layout)
+        size = places_of([shape_of(*pair) for pair in pairs], most, keys.dtype)[1]
+        return peers if size > 0 and peers.can_hold(size) else None
 
     def keep_keys_whole(self, call: Call) -> None:
         """Have a forward call not split its keys, as the whole, of more rows or heads, does not."""
@@ -208,198 +268,3 @@ class Local(Scheme):
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks
-
-
-class Gather(Scheme):
-    """Keys and values of all ranks come, by groups of heads: the next while one is used."""
-
-    def groups(self, q: Tensor, sizes: tuple[int, ...]) -> list[tuple[slice, slice]]:
-        """Cut the heads into groups of so many: (query heads, key heads) of each."""
-        share = q.shape[-2] // sum(sizes)
-        ends = itertools.accumulate(sizes)
-        cuts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return [(slice(c.start * share, c.stop * share), c) for c in cuts]
-
-    def arrivals(
-        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]
-    ) -> Iterator[tuple[slice, slice, Any]]:
-        """Gather groups of so many key heads: their heads, keys and values of the whole sequence.
-
-        The second is posted behind the first, so that it has begun when the attention of the first
-        takes the device.
-        """
-        axis, dim = self.problem.axis, k.shape[-1]
-        groups = self.groups(q, sizes)
-
-        def post(heads: slice) -> Gathered:
-            packed = torch.cat([heads_of(k, heads), heads_of(v, heads)], -1)
-            assert self.team is not None
-            return Gathered(self.team, self.layout, packed.movedim(axis, 0))
-
-        coming = [post(kv_heads) for _, kv_heads in groups[:2]]
-        for index, (q_heads, kv_heads) in enumerate(groups):
-            with labelled(f"cuattn.parallel.gather.{index}"):
-                whole = coming.pop(0).wait().movedim(0, axis)
-            if index + 2 < len(groups):
-                coming.append(post(groups[index + 2][1]))
-            yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend with the heads of each group when they are here."""
-        out, lse = empty_result(self.problem, q, v, q.dtype)
-        for heads, _, (keys, values) in self.arrivals(q, k, v, self.problem.groups):
-            own = None if sinks is None else sinks[heads].contiguous()
-            one = Gather(self.team, self.layout, self.problem.of_heads(heads))
-            for call, rows, _, _ in one.forward_calls(heads_of(q, heads), keys, values, None):
-                self.keep_keys_whole(call)
-                to = tokens_of(self.problem, heads_of(out, heads), rows)
-                attend(call, own, to, lse[..., heads, rows])
-        return out, lse
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
-    ) -> Gradients:
-        """Gather again; gradients of all keys are sent home and added in order of ranks."""
-        dout, out, lse, dlse = result
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        step, heads_kv = -(-k.shape[-2] // MOST_GROUPS), k.shape[-2]
-        sizes = tuple(min(step, heads_kv - h) for h in range(0, heads_kv, step))
-        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v, sizes):
-            one = Gather(self.team, self.layout, self.problem.of_heads(heads))
-            own = None if sinks is None else sinks[heads].contiguous()
-            sums = [torch.zeros(x.shape, device=x.device) for x in (keys, values)]
-            mine = (
-                heads_of(dout, heads),
-                heads_of(out, heads),
-                lse[..., heads, :],
-                None if dlse is None else dlse[..., heads, :],
-            )
-            into = (
-                heads_of(dq, heads),
-                *sums,
-                None if dsinks is None else dsinks[heads],
-            )
-            q_heads = heads_of(q, heads)
-            one.differentiate(one.problem, q_heads, keys, values, own, mine, None, into)
-            both = self.send_home(torch.cat(sums, -1))
-            heads_of(dk, kv_heads).copy_(both[..., : k.shape[-1]])
-            heads_of(dv, kv_heads).copy_(both[..., k.shape[-1] :])
-        return dq.to(q.dtype), dk, dv, dsinks
-
-    def send_home(self, sums: Tensor) -> Tensor:
-        """Give each rank its rows of the sums of all, and add them up in order of ranks."""
-        assert self.team is not None
-        rows = sums.movedim(self.problem.axis, 0)
-        spans = [self.layout.spans(rank) for rank in range(self.team.size)]
-        sent = [torch.cat([rows[b : b + n] for b, n in s] or [rows[:0]]) for s in spans]
-        mine = sent[self.rank]
-        found = exchange(self.team, sent, [mine.numel()] * self.team.size)
-        total = functools.reduce(torch.add, found).view(mine.shape)
-        return total.movedim(0, self.problem.axis)
-
-
-@functools.lru_cache(maxsize=256)
-def last_step(layout: Layout, window: Window) -> int:
-    """Return the last step of a ring in which any rank sees anything."""
-    size = layout.size
-    for step in range(size - 1, 0, -1):
-        for rank in range(size):
-            for queries in layout.spans(rank):
-                for keys in layout.spans((rank - step) % size):
-                    if find_pieces(queries, keys, window):
-                        return step
-    return 0
-
-
-class Ring(Scheme):
-    """Keys and values travel: in step i this rank holds those of the rank i places before it."""
-
-    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Pass keys and values on: (step, whose they are, keys, values)."""
-        assert self.team is not None
-        axis, dim, size = self.problem.axis, k.shape[-1], self.team.size
-        rows = torch.cat([k, v], -1).movedim(axis, 0).contiguous()
-        last = last_step(self.layout, self.problem.window)
-        for step in range(last + 1):
-            shift = None
-            if step < last:
-                count = self.layout.rows((self.rank - step - 1) % size)
-                shift = Shift(self.team, rows, rows.new_empty(count, *rows.shape[1:]))
-            here = rows.movedim(0, axis)
-            with labelled(f"cuattn.parallel.ring.{step}"):
-                yield step, (self.rank - step) % size, here[..., :dim], here[..., dim:]
-            if shift is not None:
-                rows = shift.wait()
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend in steps, and merge what they find: the own rows first, then back in the ring.
-
-        What is found first of a row is written where it stays.
-        """
-        wide = torch.float32 if self.problem.widens else q.dtype
-        out, lse = empty_result(self.problem, q, v, torch.float32)
-        written: list[slice] = []
-        layout: Any = "bshd" if self.problem.axis else "thd"
-        for _, owner, keys, values in self.arrivals(k, v):
-            for call, rows, _, is_own in self.forward_calls(q, keys, values, owner):
-                own = sinks if is_own else None
-                run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
-                if not written and rows != slice(0, q.shape[self.problem.axis]):
-                    out.zero_()
-                    lse.fill_(-torch.inf)  # rows that see nothing yet
-                is_new = all(rows.stop <= x.start or x.stop <= rows.start for x in written)
-                written.append(rows)
-                if is_new and wide == torch.float32:
-                    attend(call, own, run, run_lse)
-                    continue
-                part = run.new_empty(run.shape, dtype=wide)
-                part_lse = run_lse.new_empty(run_lse.shape)
-                attend(call, own, part, part_lse)
-                if is_new:
-                    run.copy_(part)
-                    run_lse.copy_(part_lse)
-                    continue
-                cuattn.merge_states(
-                    run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
-                )
-        return out.to(q.dtype), lse
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
-    ) -> Gradients:
-        """Pass keys on again; their gradients follow one step behind, and end at home."""
-        assert self.team is not None
-        axis, dim, size = self.problem.axis, k.shape[-1], self.team.size
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        last = last_step(self.layout, self.problem.window)
-        coming: Shift | None = None
-        sums = dq  # of the keys that are here, [rows, ...]
-        for step, owner, keys, values in self.arrivals(k, v):
-            shape = (keys.shape[axis], *k.movedim(axis, 0).shape[1:-1], dim + v.shape[-1])
-            found = torch.zeros(shape, dtype=torch.float32, device=q.device)
-            home = found.movedim(0, axis)
-            into = (dq, home[..., :dim], home[..., dim:], dsinks)
-            self.differentiate(self.problem, q, keys, values, sinks, result, owner, into)
-            sums = found if coming is None else coming.wait().add_(found)
-            if step < last:
-                count = self.layout.rows((self.rank - step - 1) % size)
-                coming = Shift(self.team, sums, sums.new_empty(count, *shape[1:]))
-        if last > 0:
-            count = self.layout.rows(self.rank)
-            sums = Shift(self.team, sums, sums.new_empty(count, *sums.shape[1:]), -last).wait()
-        both = sums.movedim(0, axis).to(k.dtype)
-        return dq.to(q.dtype), both[..., :dim], both[..., dim:], dsinks
-
-
-SCHEMES: dict[str, type[Local] | type[Gather] | type[Ring]] = {
-    "local": Local,
-    "gather": Gather,
-    "ring": Ring,
-}

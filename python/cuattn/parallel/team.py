@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .peers import make_peers, neighbour_digest
+
 # torch 2.13 has given it another name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,6 +37,8 @@ class Team:
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
         self.speeds: Any = None  # measured by calibrate: cost.Speeds
         self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
+        self.peers: Any = None  # the buffers of ranks that share a host: peers.Peers
+        self.transport = ""  # how keys move, in words
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
 
@@ -88,13 +92,31 @@ class Team:
             for team in (self, inner):  # whatever q is: a rank that refuses its own takes part
                 if team is not None and team.has_nccl():
                     here = device if device.type == "cuda" else torch.device("cuda")
-                    dist.all_reduce(torch.zeros(1, device=here), group=team.group)
+                    dist.all_reduce(token := torch.zeros(1, device=here), group=team.group)
+                    team.look_for_peers(token.device)
             free = torch.tensor([free_memory(device)], dtype=torch.int64, device="cpu")
             for team in (self, inner):
                 if team is not None:
                     free = team.gather_on_host(free).amin(0)
             self._free[inner] = int(free)
         return self._free[inner]
+
+    def look_for_peers(self, device: torch.device) -> None:
+        """Find out, with all ranks, whether they share a host and can read each other's memory."""
+        if self.transport:
+            return
+        mine = torch.frombuffer(bytearray(neighbour_digest()), dtype=torch.uint8)
+        self.transport = "NCCL: the ranks share no host, or CUATTN_PEER_COPIES=0"
+        if self.size == 1 or not bool((self.gather_on_host(mine) == mine).all()):
+            return
+        try:
+            peers, why = make_peers(self.group, device, timeout_of(self.group)), ""
+        except Exception as error:  # private functions of torch, which differ by version
+            peers, why = None, str(error).partition("\n")[0]
+        if bool(self.gather_on_host(torch.tensor([peers is not None], device="cpu")).all()):
+            self.peers, self.transport = peers, "copy engines"
+        else:
+            self.transport = f"NCCL: ranks cannot read each other's memory here ({why})"
 
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""

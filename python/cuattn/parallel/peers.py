@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of a rank in memory that the other ranks of its host read by their copy engines.
+
+NCCL moves by kernels, which take multiprocessors from the attention beside them, and a kernel that
+keeps all of them until it is done waits for what they took. Copy engines take none. A rank packs
+what the others need into its buffer, meets them on the device, and they read it when they want:
+
+    stream      pack | meet | attend to own keys | attend to theirs | meet: all have read
+    the other               | read theirs        |
+
+The buffers are torch's symmetric memory, kept for the group and as large as its largest message.
+Next: schemes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Span
+
+ALIGN = 256  # bytes; where an array of a message begins
+FOREVER = 0  # milliseconds: no limit
+KEPT = 1024  # views of buffers
+
+
+def neighbour_digest() -> bytes:
+    """Return what ranks of one host and container have alike; where unwanted, what nobody has."""
+    if os.environ.get("CUATTN_PEER_COPIES", "") == "0":
+        return os.urandom(32)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net")]
+    except OSError:
+        return os.urandom(32)
+    return hashlib.sha256(repr((boot, spaces)).encode()).digest()
+
+
+class Peers:
+    """The buffers of all ranks of a group, and the stream on which this rank reads them."""
+
+    def __init__(self, group: Any, device: torch.device, milliseconds: int) -> None:
+        self.group_name, self.device, self.milliseconds = group.group_name, device, milliseconds
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.bytes = 0
+        self._buffer: Any = None
+        self._memory: Any = None
+        self._views: dict[Any, Tensor] = {}
+
+    def can_hold(self, num_bytes: int) -> bool:
+        """Whether a message of so many bytes can be made now; alike on all ranks."""
+        return num_bytes <= self.bytes or not torch.cuda.is_current_stream_capturing()
+
+    def grow(self, num_bytes: int) -> None:
+        """Have a buffer of so many bytes; all ranks call it together."""
+        if num_bytes <= self.bytes:
+            return
+        import torch.distributed._symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self.device)  # the streams wait until all have read the old one
+        self._views.clear()
+        self._buffer = self._memory = None
+        self._buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._memory = symmetric.rendezvous(self._buffer, self.group_name)
+        self.bytes = num_bytes
+
+    def view(self, rank: int, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an array in the buffer of a rank, from a byte on."""
+        key = rank, first, tuple(shape), dtype
+        if key not in self._views:
+            if len(self._views) >= KEPT:
+                self._views.clear()
+            place = first // dtype.itemsize
+            self._views[key] = self._memory.get_buffer(rank, key[2], dtype, place)
+        return self._views[key]
+
+    def meet(self) -> None:
+        """Have the current stream wait until those of all ranks are here."""
+        self._memory.barrier(0, self.milliseconds)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run what is inside on the stream of this, behind what the current one was given."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy what a rank has packed; within `beside`."""
+        into.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        """Return what `wait` takes: that all which `beside` was given so far is done."""
+        return self.stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Have the current stream wait for a mark."""
+        torch.cuda.current_stream().wait_event(mark)
+
+
+class Message:
+    """What every rank of a call puts into its buffer: keys beside values, [rows, ..., dim]."""
+
+    def __init__(
+        self, peers: Peers, rank: int, pairs: Sequence[tuple[Tensor, Tensor]], most: int
+    ) -> None:
+        """Pack pairs of keys and values, and meet the others; `most`: rows of the longest rank."""
+        self.peers, self.rank, self.dtype = peers, rank, pairs[0][0].dtype
+        self.shapes = [shape_of(*pair) for pair in pairs]
+        self.firsts, size = places_of(self.shapes, most, self.dtype)
+        peers.grow(size)
+        for index, pair in enumerate(pairs):
+            torch.cat(pair, -1, out=self.of(rank, index, (0, len(pair[0]))))
+        peers.meet()  # here: beside attention that keeps all multiprocessors it would wait for it
+
+    def of(self, rank: int, index: int, rows: Span) -> Tensor:
+        """Return rows of a pair of a rank, from one on and so many, where they lie."""
+        shape = self.shapes[index]
+        first = self.firsts[index] + rows[0] * shape.numel() * self.dtype.itemsize
+        return self.peers.view(rank, first, (rows[1], *shape), self.dtype)
+
+    def empty(self, index: int, rows: int) -> Tensor:
+        """Make an array for so many rows of a pair."""
+        shape = (rows, *self.shapes[index])
+        return torch.empty(shape, dtype=self.dtype, device=self.peers.device)
+
+    def fetch(self, moves: Sequence[tuple[Tensor, int, int, Span]]) -> Any:
+        """Read rows into arrays, each (into, rank, index, rows); returns a mark to wait for."""
+        with self.peers.beside():  # behind those that had the memory of `into` before
+            for into, rank, index, rows in moves:
+                self.peers.copy(into, self.of(rank, index, rows))
+        return self.peers.mark()
+
+    def close(self) -> None:
+        """Keep the buffer until all ranks have read it; behind all that was waited for."""
+        self.peers.meet()
+
+
+def shape_of(keys: Tensor, values: Tensor) -> torch.Size:
+    """Return the shape of a row of keys beside values."""
+    return torch.Size((*keys.shape[1:-1], keys.shape[-1] + values.shape[-1]))
+
+
+def places_of(shapes: Sequence[torch.Size], most: int, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Return where arrays of as many as `most` rows begin in a buffer, and its bytes."""
+    firsts, end = [], 0
+    for shape in shapes:
+        firsts.append(end)
+        end += -(-most * shape.numel() * dtype.itemsize // ALIGN) * ALIGN
+    return firsts, end
+
+
+def make_peers(group: Any, device: torch.device, timeout: Any) -> Peers:
+    """Let the ranks of a group on one host share memory; raises where torch cannot.
+
+    All ranks call it together.
+    """
+    milliseconds = FOREVER if timeout is None else int(timeout.total_seconds() * 1000)
+    peers = Peers(group, device, milliseconds)
+    peers.grow(ALIGN)
+    return peers
