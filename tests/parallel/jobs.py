@@ -163,7 +163,7 @@ def by_buffers(ranks, job, *arguments):
         assert peers.bytes > 0
         if isinstance(peers, SharedPeers):
             assert peers.meetings >= 2
-            assert peers.later == []
+            assert peers.copies == 0
 
 
 def by_nccl(ranks, job, *arguments):

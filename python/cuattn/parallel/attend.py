@@ -176,6 +176,7 @@ def on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
+@functools.lru_cache(maxsize=1024)
 def offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where sequences of these lengths begin when packed."""
     begins = np.zeros(len(lengths) + 1, np.int32)

@@ -17,6 +17,7 @@ import torch
 import cuattn
 
 from .layout import Layout
+from .peers import Message
 from .team import gather_into, team_of
 
 TILE_ROWS = 128  # of a tile of queries
@@ -25,8 +26,8 @@ COPY_BYTES = 2.5e12  # read and written each second
 CALL_SECONDS = 150e-6  # of the host before the first kernel
 POST_SECONDS = 130e-6  # of the host for each exchange after the first
 PIECE_SECONDS = 150e-6  # of a call of few rows, which does not fill a device
+PACKED_BY_GROUPS = 4  # the time of packing some heads after the others, as that of all at once
 BACKWARD = 2.8  # the time of gradients, as that of the way forth
-IN_PARTS = 1.05  # the time of attention in parts beside what moves, as one call
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 
@@ -38,6 +39,12 @@ class Speeds(NamedTuple):
     bytes: float = 229e9  # that a rank sends and receives, each second
     latency: float = 18e-6  # of the smallest exchange
     tiles: int = 132  # that a device works on at a time
+    parts: float = 1.05  # the time of attention in parts beside what moves, as that of one call
+
+
+ENGINES = Speeds(
+    bytes=360e9, latency=10e-6, parts=1.0
+)  # two H200s, by the copy engines of peers.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +168,10 @@ def gather_seconds(
     Keys are packed, moved and put in order. However few its heads are, a group takes as long as a
     tile of rows against all keys.
     """
-    work = work_of(shape, seqlen, size, speeds) * (IN_PARTS if len(groups) > 1 else 1.0)
+    work = work_of(shape, seqlen, size, speeds) * (speeds.parts if len(groups) > 1 else 1.0)
     own = shape.key_bytes(seqlen / size)
-    brought = 2 * own / COPY_BYTES + (size - 1) * own / speeds.bytes
+    packed = 2 * own / COPY_BYTES * (1 if len(groups) == 1 else PACKED_BY_GROUPS)
+    brought = packed + (size - 1) * own / speeds.bytes
     ordered = 0.0 if shape.in_order else 2 * size * own / COPY_BYTES
     least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
     here = done = CALL_SECONDS + POST_SECONDS * (len(groups) - 1)
@@ -191,7 +199,7 @@ def heads_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float
 def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     """Return the time of all steps: each attends beside the next exchange, and merges."""
     rows = seqlen / size
-    step = IN_PARTS * work_of(shape, seqlen, size, speeds) / size
+    step = speeds.parts * work_of(shape, seqlen, size, speeds) / size
     hop = shape.key_bytes(rows) / speeds.bytes + speeds.latency
     results = rows * shape.batch * shape.heads_q * shape.dims / 2
     merge = 0.75 * results * 12 / MERGE_BYTES
@@ -232,12 +240,12 @@ def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> di
     exchanges = heads_seconds(shape, seqlen, size, speeds) - work_of(shape, seqlen, size, speeds)
     sent = (size - 1) * sums / speeds.bytes
     return {
-        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES,
+        "gather": speeds.parts * work + again + sent + 16 * size * sums / COPY_BYTES,
         "heads": work + exchanges,
-        "ring": IN_PARTS * work
+        "ring": speeds.parts * work
         + max(again - work, 0.0)
         + sent
-        + 10 * (size - 1) * sums / COPY_BYTES,
+        + 14 * (size - 1) * sums / COPY_BYTES,
     }
 
 
@@ -261,7 +269,9 @@ def choose(
     """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
     refused, memory, speeds = limits
     refused = dict(refused)
-    where = "" if speeds else " of two H100s (parallel.calibrate measures this group)"
+    usual = "two H200s and their copy engines" if speeds is ENGINES else "two H100s"
+    where = f" of {usual} (parallel.calibrate measures this group)"
+    where = where if speeds in (None, ENGINES) else ""
     speeds = speeds or Speeds()
     groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
     seconds = model(shape, seqlen, size, speeds, groups)
@@ -322,7 +332,8 @@ def calibrate(
     -------
     dict
         "flops" and "bytes", each a second; "latency", seconds of a small exchange among others
-        behind it; "tiles", the multiprocessors of a device, 1 on the CPU.
+        behind it; "tiles", the multiprocessors of a device, 1 on the CPU; "parts", not measured:
+        how many times as long attention takes in parts beside what moves.
     """
     team = team_of("parallel.calibrate", group)
     is_cuda = team.has_nccl()
@@ -331,11 +342,23 @@ def calibrate(
     num_bytes = num_bytes or (1 << 26 if where.type == "cuda" else 1 << 22)
     x = torch.randn(1, seqlen, num_heads, head_dim, device=where).to(dtype)
     work = seconds_of(where, lambda: cuattn.attention(x, x, x, causal=True))
+    num_bytes = -(-num_bytes // 128) * 128
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
     box = message.new_empty(team.size * num_bytes)
 
+    team.free_bytes(where)  # which finds out how keys move
+
     def move() -> None:
-        gather_into(box, message, team.group)
+        if team.peers is None:
+            gather_into(box, message, team.group)
+            return
+        keys, values = message.view(-1, 1, 128).chunk(2, -1)
+        sent = Message(team.peers, team.rank, [(keys, values)], len(keys))
+        others = [rank for rank in range(team.size) if rank != team.rank]
+        boxes = [sent.empty(0, len(keys)) for _ in others]
+        for rank, into in zip(others, boxes, strict=True):
+            team.peers.wait(sent.fetch([(into, rank, 0, (0, len(into)))]))
+        sent.close()
 
     moved = seconds_of(where, move)
     message, box = message[:128], box[: team.size * 128]
@@ -347,7 +370,8 @@ def calibrate(
     tiles = 1
     if where.type == "cuda":
         tiles = torch.cuda.get_device_properties(where).multi_processor_count
-    team.speeds = Speeds(flops, rate, latency, tiles)
+    parts = (Speeds() if team.peers is None else ENGINES).parts
+    team.speeds = Speeds(flops, rate, latency, tiles, parts)
     return team.speeds._asdict()
 
 

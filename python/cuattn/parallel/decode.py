@@ -171,7 +171,8 @@ def run(given: dict[str, Any]) -> Tensor:
     turn, wide, _ = plans[0]
     lens = local_lens(context_lens, rank=team.rank, size=team.size, interleave=turn)
     takes_all = given["reduce"] == "all"
-    share = Share(*q.shape[:2], q.shape[2], 1 if takes_all else team.size)
+    num_seqs, num_heads, head_dim = q.shape
+    share = Share(num_seqs, num_heads, head_dim, 1 if takes_all else team.size)
     message = q.new_empty(share.ranks, share.elements, dtype=torch.float32)
     part, lse = (x[0] for x in share.views(message))
     if not takes_all or wide != torch.float32:

@@ -89,10 +89,16 @@ class Gather(Scheme):
 
         def post(group: int) -> tuple[Tensor, Any]:
             box = message.empty(group, layout.size * most if begins else layout.seqlen)
-            mark = message.fetch(
-                [(box[to : to + n], rank, group, (row, n)) for rank, to, row, n in moves]
-            )
-            return box, mark
+            free = peers.now()
+            for rank, to, row, n in moves:  # the own rows here: beside attention they would be slow
+                if rank == self.rank:
+                    box[to : to + n].copy_(message.of(rank, group, (row, n)))
+            of_others = [
+                (box[to : to + n], rank, group, (row, n))
+                for rank, to, row, n in moves
+                if rank != self.rank
+            ]
+            return box, message.fetch(of_others, free)
 
         try:
             coming = [post(group) for group in range(len(pairs[:2]))]

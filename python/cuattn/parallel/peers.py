@@ -14,10 +14,9 @@ Next: schemes.py.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +84,16 @@ class Peers:
         """Have the current stream wait until those of all ranks are here."""
         self._memory.barrier(0, self.milliseconds)
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Run what is inside on the stream of this, behind what the current one was given."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def now(self) -> Any:
+        """Return a mark: all that the current stream was given so far is done."""
+        return torch.cuda.current_stream().record_event()
+
+    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
+        """Copy (into, source) on the other stream, after a mark; return one of their end."""
+        self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
-            yield
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy what a rank has packed; within `beside`."""
-        into.copy_(source, non_blocking=True)
-
-    def mark(self) -> Any:
-        """Return what `wait` takes: that all which `beside` was given so far is done."""
+            for into, source in moves:
+                into.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -131,12 +127,13 @@ class Message:
         shape = (rows, *self.shapes[index])
         return torch.empty(shape, dtype=self.dtype, device=self.peers.device)
 
-    def fetch(self, moves: Sequence[tuple[Tensor, int, int, Span]]) -> Any:
-        """Read rows into arrays, each (into, rank, index, rows); returns a mark to wait for."""
-        with self.peers.beside():  # behind those that had the memory of `into` before
-            for into, rank, index, rows in moves:
-                self.peers.copy(into, self.of(rank, index, rows))
-        return self.peers.mark()
+    def fetch(self, moves: Sequence[tuple[Tensor, int, int, Span]], after: Any = None) -> Any:
+        """Read rows into arrays, each (into, rank, index, rows); returns a mark to wait for.
+
+        `after` is a mark of when the memory of the arrays was free; None: now.
+        """
+        pairs = [(into, self.of(rank, index, rows)) for into, rank, index, rows in moves]
+        return self.peers.copy(pairs, self.peers.now() if after is None else after)
 
     def close(self) -> None:
         """Keep the buffer until all ranks have read it; behind all that was waited for."""

@@ -18,7 +18,7 @@ import cuattn
 
 from .attend import Dropout, Problem
 from .check import Said, no_answer
-from .cost import Choice, Shape, choose, heads_refusal, layout_of, shape_of_documents
+from .cost import ENGINES, Choice, Shape, choose, heads_refusal, layout_of, shape_of_documents
 from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
 from .team import NoAnswer, Team
@@ -135,7 +135,8 @@ def plan_of(
             "dropout on CUDA draws for 16 keys at a time, and the keys of a rank begin elsewhere "
             "in their sequence or document",
         )
-    limits = refused, given["memory_limit"], outer.speeds
+    usual = ENGINES if outer.peers is not None and q.is_cuda else None
+    limits = refused, given["memory_limit"], outer.speeds or usual
     if inner is None:
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
     else:

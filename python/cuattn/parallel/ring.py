@@ -81,20 +81,22 @@ class Ring(Scheme):
     def read_arrivals(
         self, peers: Peers, pair: tuple[Tensor, Tensor], last: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Read from each rank what it began with, one step ahead; `pair`: own keys and values."""
+        """Read from each rank what it began with; `pair`: own keys and values.
+
+        The host asks for the next when it has asked for the attention, beside which it comes: of a
+        short call what shows is the host.
+        """
         size = self.layout.size
         message = Message(peers, self.rank, [pair], most_rows(self.layout))
         here = message.of(self.rank, 0, (0, len(pair[0])))
         try:
             for step in range(last + 1):
-                if step < last:
-                    owner = (self.rank - step - 1) % size
-                    rows = self.layout.rows(owner)
-                    following = message.empty(0, rows)
-                    mark = message.fetch([(following, owner, 0, (0, rows))])
+                owner = (self.rank - step - 1) % size
+                rows = self.layout.rows(owner) if step < last else 0
+                following, free = message.empty(0, rows), peers.now()
                 yield step, (self.rank - step) % size, here
                 if step < last:
-                    peers.wait(mark)
+                    peers.wait(message.fetch([(following, owner, 0, (0, rows))], free))
                     here = following
         finally:
             message.close()
