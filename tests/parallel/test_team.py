@@ -2,6 +2,7 @@
 """What is kept for a group ends with it; ranks that hang are seen."""
 
 import gc
+import os
 import sys
 import weakref
 from unittest import mock
@@ -52,6 +53,49 @@ def test_ranks_in_different_numbers_of_groups_meet_on_the_host(size, gloo):
     found, groups = zip(*gloo.run(size, gather_beside_nccl), strict=True)
     assert found == (list(range(size)),) * size
     assert len(set(groups)) == size  # by which torch would name a group of a part of the ranks
+
+
+def look_for_peers(ranks, case):
+    """What a rank finds where all share memory, one cannot, or they lie on several hosts."""
+    from cuattn.parallel import peers, team
+
+    def make(*_):
+        if case == "one fails" and ranks.rank == 1:
+            raise RuntimeError("no such memory\nat all")
+        return object()
+
+    wanted = {"CUATTN_PEER_COPIES": "0"} if case == "unwanted" else {}
+    with (
+        mock.patch.object(team, "make_peers", make),
+        mock.patch.dict(os.environ, wanted),
+    ):
+        digest = peers.neighbour_digest()
+        assert len(digest) == 32
+        assert (digest == peers.neighbour_digest()) == (case != "unwanted")
+        if case == "apart":
+            digest = bytes(31) + bytes([ranks.rank])
+        with mock.patch.object(team, "neighbour_digest", lambda: digest):
+            found = team.Team(ranks.group)
+            found.look_for_peers(torch.device("cpu"))
+            found.look_for_peers(None)  # asked once
+    return found.peers is not None, found.transport
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("all share", "copy engines"),
+        ("one fails", "NCCL: ranks cannot read each other's memory here"),
+        ("apart", "NCCL: the ranks share no host, or CUATTN_PEER_COPIES=0"),
+        ("unwanted", "NCCL: the ranks share no host, or CUATTN_PEER_COPIES=0"),
+    ],
+)
+def test_all_ranks_find_alike_whether_they_read_each_others_memory(case, words, gloo):
+    found = gloo.run(2, look_for_peers, case)
+    assert {has_peers for has_peers, _ in found} == {case == "all share"}
+    assert all(said.startswith(words) for _, said in found)
+    if case == "one fails":
+        assert found[1][1] == f"{words} (no such memory)"
 
 
 def has_loaded_the_compiler(ranks):
