@@ -49,7 +49,7 @@ BFLOAT16 = Dtype(4, 16, 1)
 
 
 class Options(ctypes.Structure):
-    """cuattn_paged_options of c_api.h."""
+    """cuattn_paged_options of c_api.h, to `backend`."""
 
     _fields_ = (
         *(("struct_size", SIZE), ("version", INT), ("kv_layout", INT), ("kv_dtype", INT)),

@@ -49,11 +49,11 @@ struct OptionsRules<cuattn_backward_options> {
 template <>
 struct OptionsRules<cuattn_paged_options> {
   static constexpr const char* kInit = "cuattn_paged_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_paged_options, backend) + sizeof(char*);
+  static constexpr size_t kEnd = offsetof(cuattn_paged_options, q_scales) + sizeof(void*);
   static void set_defaults(cuattn_paged_options& o) {
     o.causal = 1;
     o.window_left = o.window_right = kUnlimited;
-    o.k_scale = o.v_scale = 1.0;
+    o.q_scale = o.k_scale = o.v_scale = 1.0;
     o.partition_size = 512;
     o.max_context_len = -1;
   }

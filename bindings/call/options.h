@@ -262,6 +262,7 @@ struct PagedArgs {
   nb::handle kv_layout;
   nb::handle kv_dtype;
   nb::handle plan;
+  nb::handle q_scale;
   nb::handle k_scale;
   nb::handle v_scale;
   nb::handle num_splits;
@@ -304,6 +305,7 @@ struct PagedFunctions {
       {"kv_layout", &Args::kv_layout},
       {"kv_dtype", &Args::kv_dtype},
       {"plan", &Args::plan},
+      {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"num_splits", &Args::num_splits},
@@ -340,6 +342,7 @@ struct PagedAttention : PagedFunctions {
       {"kv_layout", &Args::kv_layout},
       {"kv_dtype", &Args::kv_dtype},
       {"plan", &Args::plan},
+      {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"num_splits", &Args::num_splits},
@@ -426,6 +429,7 @@ inline constexpr ArrayOption<PagedArgs, cuattn_paged_options>
     {"alibi_slopes", &PagedArgs::alibi_slopes, &cuattn_paged_options::alibi_slopes, Holds::float32},
     {"sinks", &PagedArgs::sinks, &cuattn_paged_options::sinks, Holds::float32},
     {"plan", &PagedArgs::plan, &cuattn_paged_options::plan, Holds::int32},
+    {"q_scale", &PagedArgs::q_scale, &cuattn_paged_options::q_scales, Holds::float32, false, &cuattn_paged_options::q_scale},
     {"k_scale", &PagedArgs::k_scale, &cuattn_paged_options::k_scales, Holds::float32, false, &cuattn_paged_options::k_scale},
     {"v_scale", &PagedArgs::v_scale, &cuattn_paged_options::v_scales, Holds::float32, false, &cuattn_paged_options::v_scale},
     {"exp_sums", &PagedArgs::exp_sums, &cuattn_paged_options::exp_sums, Holds::like_q, true},

@@ -72,6 +72,7 @@ inline void read_options(const CallFrame& frame, cuattn_paged_options& o,
   o.softcap = number(frame, "softcap");
   o.kv_layout = integer32(frame, "kv_layout");
   o.kv_dtype = integer32(frame, "kv_dtype");
+  o.q_scale = number(frame, "q_scale");
   o.k_scale = number(frame, "k_scale");
   o.v_scale = number(frame, "v_scale");
   o.num_splits = integer32(frame, "num_splits");
@@ -84,6 +85,7 @@ inline constexpr const DLTensor* cuattn_paged_options::*
     kPagedArrays[] = {
     &cuattn_paged_options::alibi_slopes,
     &cuattn_paged_options::sinks,
+    &cuattn_paged_options::q_scales,
     &cuattn_paged_options::k_scales,
     &cuattn_paged_options::v_scales,
 };

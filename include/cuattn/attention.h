@@ -266,6 +266,8 @@ struct PagedOptions {
   int64_t partition_size = 512, max_context_len = -1;
   const TensorView *exp_sums = nullptr, *max_logits = nullptr, *tmp_out = nullptr;
   const char* backend = "auto";
+  double q_scale = 1.0;                  // of float8 queries, which go over float8 caches
+  const TensorView* q_scales = nullptr;  // instead, as k_scales
 };
 
 // What the calls of one step have in common.
@@ -278,7 +280,7 @@ struct PagedShape {
 namespace detail {
 
 struct CPagedOptions {
-  DLTensor alibi_slopes, sinks, k_scales, v_scales, plan, exp_sums, max_logits, tmp_out;
+  DLTensor alibi_slopes, sinks, q_scales, k_scales, v_scales, plan, exp_sums, max_logits, tmp_out;
   cuattn_paged_options c;
 
   explicit CPagedOptions(const PagedOptions& o) {
@@ -307,6 +309,8 @@ struct CPagedOptions {
     c.batch_invariant = o.batch_invariant;
     c.num_splits = o.num_splits;
     c.backend = o.backend;
+    c.q_scale = o.q_scale;
+    c.q_scales = COptions::borrow(o.q_scales, q_scales);
   }
   CPagedOptions(const CPagedOptions&) = delete;
 };

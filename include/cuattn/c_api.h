@@ -268,16 +268,16 @@ typedef struct {
   const DLTensor* alibi_slopes;        /* float32 [num_heads_q] or [num_seqs, num_heads_q] */
   const DLTensor* sinks;               /* float32 [num_heads_q] */
   double k_scale, v_scale;             /* of e4m3 caches: value = stored * scale; default 1 */
-  const DLTensor *k_scales, *v_scales; /* instead: float32 [1], [num_heads_kv] or
-                                         [num_seqs, num_heads_kv] */
+  const DLTensor *k_scales, *v_scales; /* float32 [1], [num_heads_kv], [num_seqs, num_heads_kv] */
   const DLTensor* plan;                /* of cuattn_paged_plan_run */
   /* V2 alone. partition_size 256, 512 (default) or 1024; max_context_len < 0, or above that: what
-   * block_tables can name. The buffers, where not given, are taken from the workspace; with
-   * partitions = max(ceil(max_context_len / partition_size), 1) they are float32 [num_seqs,
-   * num_heads_q, partitions], tmp_out of q's dtype [num_seqs, num_heads_q, partitions, head_dim]. */
+   * block_tables can name. Buffers not given are of the workspace: float32 [num_seqs, num_heads_q,
+   * max(ceil(max_context_len / partition_size), 1)], tmp_out of q's dtype [.., head_dim]. */
   int64_t partition_size, max_context_len;
   const DLTensor *exp_sums, *max_logits, *tmp_out;
-  const char* backend; /* NULL = "auto" */
+  const char* backend;      /* NULL = "auto" */
+  double q_scale;           /* of e4m3 q over e4m3 caches, where out is bfloat16, or as given */
+  const DLTensor* q_scales; /* instead, as k_scales; V1 and V2 take no such q */
 } cuattn_paged_options;
 
 CUATTN_API void cuattn_paged_options_init(cuattn_paged_options* options, size_t struct_size);

@@ -63,6 +63,7 @@ ROWS = DENSE + VARLEN
 PAGED = ("paged_attention", "cascade_attention", "append_attention")
 VLLM = V1 + V2
 ALL = ROWS + PAGED
+CODES = (*ROWS, "paged_attention", "append_attention")  # that take float8 queries
 
 WORDS: dict[str, tuple[str | None, ...]] = {  # in the order of the enums of c_api.h
     "layout": ("bshd", "bhsd", "nhd", "thd"),
@@ -122,7 +123,7 @@ TABLE = tuple(Option(*row) for row in (
     ("max_seqlen_k", "length", None, VARLEN, "upper bound of the keys of a sequence"),
     ("block_tables", "array int32", None, VARLEN, "`[batch, max_blocks_per_seq]`: k, v are caches"),
     ("kv_layout", "word", "nhd", VARLEN + PAGED + VLLM + PLAN, "order of the axes of the caches"),
-    ("kv_dtype", "word", None, PAGED + PLAN, "what uint8 caches hold"),
+    ("kv_dtype", "word", None, PAGED + PLAN, "what uint8 caches, and q, hold"),
     ("plan", "array int32", None, PAGED, "of `paged_plan`"),
     ("dropout_p", "number", 0.0, ROWS, "share of the probabilities that are dropped"),
     ("dropout_seed", "length", None, ROWS, "of the random bits, from 0 to 2^63 - 1"),
@@ -133,7 +134,7 @@ TABLE = tuple(Option(*row) for row in (
     ("dropout_head", "length", 0, ROWS, "the same of heads, with those of sequences before"),
     ("dropout_heads", "length", 0, ROWS, "heads of a sequence there; 0: num_heads_q"),
     ("dtype", "word", None, ROWS, "what uint8 q, k and v hold"),
-    ("q_scale", "scale", None, ROWS, "of float8 queries: query = stored * scale; None is 1"),
+    ("q_scale", "scale", None, CODES, "of float8 queries: query = stored * scale; None is 1"),
     ("k_scale", "scale", None, ALL + VLLM, "of float8 keys: key = stored * scale; None is 1"),
     ("v_scale", "scale", None, ALL + VLLM, "of float8 values: value = stored * scale; None is 1"),
     ("accumulate", "word", "exact", ROWS, "sums of float8 products: two levels, or one"),

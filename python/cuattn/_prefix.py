@@ -22,6 +22,17 @@ def require_library(**arrays: Any) -> None:
         )
 
 
+def refuse_codes(op: str, q: Any) -> None:
+    """Refuse float8 queries: the prefix has no scales of its own."""
+    dtype = str(q.dtype).rpartition(".")[2]
+    if dtype in ("float8_e4m3fn", "uint8"):
+        raise NotImplementedError(
+            f"{op}: q is {dtype}, and prefix and pages have no scales in common; pass "
+            "cuattn.dequantize(q, q_scale), or call paged_attention over block_tables that name "
+            "the prefix's blocks"
+        )
+
+
 def shape_of(array: Any) -> Any:
     """Return the extents of an array or of a tuple that stands for one; () for what is neither."""
     if isinstance(array, tuple):

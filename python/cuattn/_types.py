@@ -85,6 +85,7 @@ class PagedOptions(CommonOptions, total=False):
 
     kv_layout: KvLayout
     kv_dtype: KvDtype | None
+    q_scale: Any
     plan: Array | None
     rope: tuple[Array, Array] | None
     rope_positions: Array | None

@@ -35,6 +35,7 @@ def append_attention(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     kv_dtype: KvDtype | None = None,
@@ -58,7 +59,7 @@ def append_attention(
     q : array, [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim]
         Queries of the newest token of each sequence, or of the last q_len.
     k, v : array, [num_seqs, num_heads_kv, head_dim] or [num_seqs, q_len, num_heads_kv, head_dim]
-        Their keys and values, of q's dtype.
+        Their keys and values, of q's dtype, or of 16 or 32 bits over caches of float8_e4m3fn.
     k_cache, v_cache : array, written
         As in `paged_attention`. NumPy, PyTorch and CuPy; JAX arrays cannot be written in place.
     block_tables : int32 array, [num_seqs, max_blocks_per_seq]
@@ -76,8 +77,8 @@ def append_attention(
         Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
     kv_layout, scale, causal, window, softcap, alibi_slopes, sinks
         As in `paged_attention`.
-    k_scale, v_scale, kv_dtype, plan, num_splits, batch_invariant, return_lse, out, lse_out
-        As in `paged_attention`; the scales also quantise what is written.
+    q_scale, k_scale, v_scale, kv_dtype, plan, num_splits, batch_invariant, return_lse, out, lse_out
+        As in `paged_attention`; k_scale and v_scale also quantise what is written.
     workspace, backend, stream
         As in `paged_attention`.
 
@@ -151,6 +152,7 @@ def append_attention(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "q_scale": q_scale,
         "kv_dtype": kv_dtype,
         "plan": plan,
         "num_splits": num_splits,

@@ -14,6 +14,7 @@ from ._prefix import (
     check_shapes,
     keys_in_window,
     prefix_bias,
+    refuse_codes,
     require_library,
     shape_of,
     tokens_behind,
@@ -114,6 +115,7 @@ def cascade_attention(
     Cascade inference: FlashInfer, arXiv:2501.01005, section 3.2; Hydragen, arXiv:2402.05099.
     """
     require_library(q=q, shared_k=shared_k, shared_v=shared_v)
+    refuse_codes("cascade_attention", q)
     check_flag("cascade_attention", "return_lse", return_lse)
     check_shapes("cascade_attention", shape_of(q), shape_of(shared_k), shape_of(shared_v))
     refuse_shared_outputs(locals())

@@ -75,6 +75,7 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     kv_dtype: KvDtype | None = None,
@@ -99,8 +100,9 @@ def paged_attention(
     Parameters
     ----------
     q : array, [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim]
-        One query a sequence (decode) or a few (speculative decoding): float32, float16 or bfloat16,
-        head_dim a multiple of 8 up to 256. The queries are the last q_len tokens of the context.
+        One query a sequence (decode) or a few (speculative decoding): float32, float16, bfloat16 or
+        float8_e4m3fn (codes become numbers of 16 bits in the workspace first), head_dim a multiple
+        of 8 up to 256. The queries are the last q_len tokens of the context.
     k_cache, v_cache : array
         Caches of q's dtype, or float8_e4m3fn under 16-bit queries (head_dim a multiple of 16).
         "nhd": [num_blocks, block_size, num_heads_kv, head_dim]; "hnd": [num_blocks, num_heads_kv,
@@ -125,10 +127,12 @@ def paged_attention(
         Adds ``-slope * abs(i + context_len - q_len - j)``.
     sinks : float32 array, [num_heads_q], optional
         One more logit per head in the softmax denominator, without a value; lse includes it.
+    q_scale : float or float32 array, [1], [num_heads_kv] or [num_seqs, num_heads_kv]
+        Of float8 queries: query = stored * scale; None is 1.
     k_scale, v_scale : float or float32 array, [1], [num_heads_kv] or [num_seqs, num_heads_kv]
         Of float8 caches: value = stored * scale; None is 1.
     kv_dtype : str, optional
-        "float8_e4m3fn" where the caches are uint8 arrays that hold it.
+        "float8_e4m3fn" where the caches, or q too, are uint8 arrays that hold it.
     plan : int32 array, optional
         From `paged_plan`, for these context_lens. None: made inside the call, where one is needed.
     rope : (array, array), optional
@@ -150,7 +154,7 @@ def paged_attention(
     out, lse_out : array, optional
         Written in place and returned; giving lse_out implies return_lse. They share no memory with
         each other or another argument. out may be float32 where q is not: the result before
-        it is rounded.
+        it is rounded; over float8 queries bfloat16, float16 or float32.
     workspace : array, optional
         Contiguous memory of ``explain("paged_attention", ...).workspace_bytes``.
     backend : str
@@ -161,7 +165,8 @@ def paged_attention(
     Returns
     -------
     out : array like q
-        In the library of q. A query without visible key gives 0.
+        In the library of q, of its dtype; of float8 queries bfloat16, or as `out` says. A query
+        without visible key gives 0.
     lse : float32 array, [num_seqs, num_heads_q] or [num_seqs, num_heads_q, q_len]
         With return_lse only: natural logarithm; -inf for a query without visible key.
 
@@ -226,7 +231,7 @@ def paged_plan(
     num_heads_q, num_heads_kv, head_dim, block_size, q_len : int
         Extents of the calls that will use the plan.
     dtype : str
-        The dtype of q.
+        The dtype of q; under float8_e4m3fn the caches are of it, too.
     kv_layout, kv_dtype, causal, window, backend, stream
         As in `paged_attention`; kv_dtype also for caches of a float8 dtype.
     out : int32 array, optional

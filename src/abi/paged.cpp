@@ -7,6 +7,7 @@
 #include "src/abi/plan_log.h"
 #include "src/abi/prepared.h"
 #include "src/check/arrays.h"
+#include "src/check/ladder.h"
 #include "src/guarded.h"
 #include "src/options.h"
 #include "src/paged/call.h"
@@ -39,6 +40,12 @@ PagedArrays arrays_of(const DLTensor* q, const DLTensor* k_cache, const DLTensor
 
 DeviceInfo device_info_of(const PagedCall& call) {
   return backend_of(call.function, call.device).device_info(call.device.device_id, false);
+}
+
+// Every rung with its verdict, and the pass over codes of q.
+std::string ladder_of(const PagedCall& call, const DeviceInfo& device) {
+  std::string ladder = explain_paged(call.request, device, call.plan.kernel);
+  return call.has_codes ? ladder + kQueriesFirst : ladder;
 }
 
 void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
@@ -165,7 +172,7 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
         device != nullptr ? made_up_device("paged_attention", device) : device_info_of(call);
     plan_paged(call, o, info);
     fill_plan(call.plan, call.params.work.mask.kind(), call.params.scores.kind,
-              explain_paged(call.request, info, call.plan.kernel), *result);
+              ladder_of(call, info), *result);
   });
 }
 

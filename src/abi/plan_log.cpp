@@ -60,12 +60,13 @@ void log_plan(const BackwardCall& call) {
 void log_plan(const PagedCall& call) {
   const PagedParams& p = call.params;
   const PagedWork& w = p.work;
-  print_once(concat(call.function, " ", dtype_name(p.dtype), " over ", dtype_name(p.kv_dtype),
-                    " on ", text(call.device), ": sequences ", w.num_seqs, ", queries ", w.q_len,
+  DType dtype = call.has_codes ? DType::e4m3 : p.dtype;
+  print_once(concat(call.function, " ", dtype_name(dtype), " over ", dtype_name(p.kv_dtype), " on ",
+                    text(call.device), ": sequences ", w.num_seqs, ", queries ", w.q_len,
                     ", keys up to ", w.capacity, ", blocks of ", p.pages.block_size, ", heads ",
                     p.num_heads_q, " / ", w.num_heads_kv, ", head_dim ", p.head_dim, ", mask ",
                     mask_name(w.mask.kind()), ", scores ", score_name(p.scores.kind)) +
-             plan_text(call.plan));
+             plan_text(call.plan, access_clause(call.plan)));
 }
 
 }  // namespace cuattn

@@ -125,15 +125,6 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
 
 namespace {
 
-// Of an out over codes.
-DType float8_out_dtype(const char* fn, const TensorView& out, DType q) {
-  for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-    if (out.is(dtype)) return dtype;
-  }
-  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for ", dtype_name(q),
-                        " q, got ", text(out.dtype), "; allocate it so, or leave it out");
-}
-
 void launch(AttentionCall& call, void* workspace, Stream stream) {
   if (call.plan.keys == KeyAccess::gathered) {
     workspace = gather_pages(call, workspace, stream);
@@ -165,6 +156,16 @@ void run_packed(const AttentionCall& call, void* workspace, Stream stream) {
       .key_lengths(packed_lengths(call, workspace), call.device.device_id, stream);
   auto* room = static_cast<char*>(workspace) + packed_lengths_bytes(call);
   run_step(step_of(call, workspace), call.plan, room, stream);
+}
+
+// Whichever way the plan goes.
+void run_plan(AttentionCall& call, void* workspace, Stream stream) {
+  const KeyAccess keys = call.plan.keys;
+  if (keys == KeyAccess::by_step)
+    return run_step(step_of(call, nullptr), call.plan, workspace, stream);
+  if (keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
+  if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
+  launch(call, workspace, stream);
 }
 
 }  // namespace
@@ -220,16 +221,10 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
-  if (call.plan.keys == KeyAccess::by_step)
-    return run_step(step_of(call, nullptr), call.plan, workspace, stream);
-  if (call.plan.keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
-  if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
-  if (call.plan.numbers_bytes > 0) {
-    AttentionCall numbers = call;
-    make_numbers(numbers, workspace, stream);
-    return launch(numbers, workspace, stream);
-  }
-  launch(call, workspace, stream);
+  if (call.plan.numbers_bytes == 0) return run_plan(call, workspace, stream);
+  AttentionCall numbers = call;
+  make_numbers(numbers, workspace, stream);
+  run_plan(numbers, workspace, stream);
 }
 
 }  // namespace cuattn

@@ -2,8 +2,8 @@
 #include "src/attention/numbers.h"
 
 #include "cuattn/instances.h"
-#include "cuattn/params/quantize.h"
 #include "src/check/arrays.h"
+#include "src/float8/codes.h"
 
 namespace cuattn {
 
@@ -33,58 +33,73 @@ size_t numbers_bytes(const char* function, const AttentionRequest& r) {
 
 namespace {
 
-struct Codes {
-  const void* data;
-  Strides strides;
-  int64_t channel;  // stride of the last axis
-  DType dtype;
-  const Float8Scale& scale;
-  ScalePart part;  // what its third axis counts
-  int64_t rows;
-  int32_t heads, dim;
-};
+constexpr Float8Scale kNoScale = {nullptr, 1.0f, 1, {1, 1, 1}, {0, 0, 0}};
+
+DType numbers_under(DType out) { return out == DType::f16 ? DType::f16 : DType::bf16; }
 
 }  // namespace
+
+bool may_become_numbers(const AttentionCall& call, const DeviceInfo& device) {
+  const Float8Scales& scales = call.params.float8;
+  bool has_parts = scales.q.extents[2] > 1 || scales.k.extents[2] > 1 || scales.v.extents[2] > 1;
+  bool is_packed = scales.q.extents[0] > 1;
+  return device.is_cuda && call.paged && is_code(call.params.dtype) && !has_parts && !is_packed;
+}
+
+AttentionCall as_numbers(AttentionCall call) {
+  AttentionParams& p = call.params;
+  CacheGatherParams& g = call.gather;
+  p.dtype = g.number_dtype = numbers_under(p.out_dtype);
+  g.makes_numbers = true;
+  g.k_scale = p.float8.k;
+  g.v_scale = p.float8.v;
+  p.float8.q = p.float8.k = p.float8.v = kNoScale;
+  call.is_fast = false;
+  return call;
+}
+
+size_t numbers_bytes(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  return whole_pieces(checked_bytes(call.function(),
+                                    {p.total_q, p.num_heads_q, p.head_dim, itemsize(DType::bf16)}));
+}
 
 void make_numbers(AttentionCall& call, void* workspace, Stream stream) {
   AttentionParams& p = call.params;
   const Plan& plan = call.plan;
   const Backend& backend = backend_of(call.function(), call.device);
-  const DType numbers = p.out_dtype == DType::f16 ? DType::f16 : DType::bf16;
+  const DType numbers = numbers_under(p.out_dtype);
   char* place = static_cast<char*>(workspace) + (plan.workspace_bytes - plan.numbers_bytes);
+  const int32_t batch = call.ragged ? 1 : p.batch;
   auto make = [&](const Codes& from, const void*& data, Strides& strides) {
-    const int64_t token = int64_t{from.heads} * from.dim;
-    QuantizeParams to{};
-    to.x = {const_cast<void*>(from.data), from.dtype, from.strides, from.channel};
-    to.out = {place, numbers, {call.ragged ? 0 : from.rows * token, token, from.dim}, 1};
-    to.batch = call.ragged ? 1 : p.batch;
-    to.heads = from.heads;
-    to.dim = from.dim;
-    to.rows = to.out_rows = from.rows;
-    to.scale = from.scale;
-    to.part = from.scale.extents[2] > 1 ? from.part : ScalePart::none;
-    backend.dequantize(to, call.device.device_id, stream);
+    strides = make_numbers(from, numbers, place, backend, call.device.device_id, stream);
     data = place;
-    strides = to.out.strides;
-    place += whole_pieces(static_cast<size_t>(to.batch * from.rows * token * itemsize(numbers)));
+    place += whole_pieces(static_cast<size_t>(batch * from.rows * from.heads * from.dim) *
+                          itemsize(numbers));
   };
   const int64_t rows_q = call.ragged ? p.total_q : p.seqlen_q;
   const int64_t rows_kv = call.ragged ? p.total_kv : p.seqlen_kv;
-  make({p.q, p.q_strides, 1, p.dtype, p.float8.q, ScalePart::rows, rows_q, p.num_heads_q,
+  make({p.q, p.q_strides, 1, p.dtype, p.float8.q, ScalePart::rows, batch, rows_q, p.num_heads_q,
         p.head_dim},
        p.q, p.q_strides);
-  make({p.k, p.k_strides, 1, p.dtype, p.float8.k, ScalePart::rows, rows_kv, p.num_heads_kv,
+  const Instance& made = instance_at(plan.instance);
+  if (made.op == Op::attention) {  // else it reads codes of pages, under queries of any 16 bits
+    call.plan.instance =
+        find_instance(made.op, made.kernel, numbers, made.dims, *made.mask, *made.score);
+  }
+  if (call.paged) {
+    call = as_numbers(call);
+    return;
+  }
+  make({p.k, p.k_strides, 1, p.dtype, p.float8.k, ScalePart::rows, batch, rows_kv, p.num_heads_kv,
         p.head_dim},
        p.k, p.k_strides);
   make({p.v, p.v_strides, p.v_channel_stride, value_dtype(p.dtype), p.float8.v, ScalePart::channels,
-        rows_kv, p.num_heads_kv, p.head_dim_v},
+        batch, rows_kv, p.num_heads_kv, p.head_dim_v},
        p.v, p.v_strides);
   p.v_channel_stride = 1;
-  p.float8.q = p.float8.k = p.float8.v = {nullptr, 1.0f, 1, {1, 1, 1}, {0, 0, 0}};
+  p.float8.q = p.float8.k = p.float8.v = kNoScale;
   p.dtype = numbers;
-  const Instance& made = instance_at(plan.instance);
-  call.plan.instance =
-      find_instance(made.op, made.kernel, numbers, made.dims, *made.mask, *made.score);
 }
 
 }  // namespace cuattn

@@ -16,8 +16,14 @@ AttentionRequest as_numbers(AttentionRequest request);
 
 size_t numbers_bytes(const char* function, const AttentionRequest& request);
 
+// Over pages: q alone becomes numbers, k and v do as they are gathered, or a decode kernel reads their
+// codes. Whether a call may, then as what it is planned, and the bytes of its q.
+bool may_become_numbers(const AttentionCall& call, const DeviceInfo& device);
+AttentionCall as_numbers(AttentionCall call);
+size_t numbers_bytes(const AttentionCall& call);
+
 // Makes them of q, k and v at the end of the workspace, in the dtype of out if that has 16 bits, else
-// in bfloat16, and lets the call read them.
+// in bfloat16, and lets the call read them. Over pages of q.
 void make_numbers(AttentionCall& call, void* workspace, Stream stream);
 
 }  // namespace cuattn

@@ -471,7 +471,9 @@ std::string access_clause(const Plan& plan) {
     cut = concat("; probabilities are rounded to float8, sums have ",
                  is_fast ? "one level" : "two levels");
   }
-  if (plan.numbers_bytes > 0) cut += "; codes become numbers of 16 bits first";
+  if (plan.numbers_bytes > 0)
+    cut += over_pages || plan.keys != KeyAccess::rows ? "; q's codes become numbers"
+                                                      : "; codes become numbers of 16 bits first";
   if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);

@@ -6,7 +6,9 @@
 
 #include "cuattn/error.h"
 #include "src/attention/call.h"
+#include "src/attention/numbers.h"
 #include "src/attention/pages.h"
+#include "src/check/ladder.h"
 
 namespace cuattn {
 namespace {
@@ -143,6 +145,19 @@ bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& pla
   return true;
 }
 
+// Queries of codes over pages, as queries of 16 bits, where naive alone would read the codes.
+bool plans_numbers(AttentionCall& call, const DeviceInfo& device) {
+  if (!may_become_numbers(call, device)) return false;
+  AttentionCall numbers = as_numbers(call);
+  plan_attention(numbers, device, nullptr);
+  if (numbers.plan.kernel == Kernel::naive) return false;
+  call.plan = numbers.plan;
+  call.decodes = numbers.decodes;
+  call.plan.numbers_bytes = numbers_bytes(call);
+  call.plan.workspace_bytes = whole_pieces(call.plan.workspace_bytes) + call.plan.numbers_bytes;
+  return true;
+}
+
 // What a step is said to be worth.
 std::string expectation(const Plan& step) { return concat("about ", step.saved_us, " us sooner"); }
 
@@ -150,7 +165,9 @@ std::string expectation(const Plan& step) { return concat("about ", step.saved_u
 
 void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* backend) {
   require_dropout_key(call, device);
-  bool may_step = call.may_step && is_auto(backend), over_pages = may_step && call.paged;
+  if (is_auto(backend) && plans_numbers(call, device)) return;
+  bool may_step = call.may_step && is_auto(backend) && !is_code(call.params.dtype);
+  bool over_pages = may_step && call.paged;
   call.plan = call.decodes = Plan{};
   if (over_pages && !call.batch_invariant &&
       plans_step(call, step_of(call, nullptr), device, call.plan))
@@ -175,6 +192,8 @@ void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* b
 
 std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
   const Plan &plan = call.plan, &decodes = call.decodes;
+  if (plan.numbers_bytes > 0 && call.paged && is_code(call.params.dtype))
+    return ladder_of(as_numbers(call), device, backend) + kQueriesFirst;
   bool is_packed = plan.keys == KeyAccess::rows_by_step;
   if (plan.keys == KeyAccess::by_step || is_packed) {
     std::string ladder = ladder_of_step(step_of(call, nullptr), device, plan);

@@ -449,7 +449,6 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
                          call.device, check_data);
   read_scales(call, o, check_data);
   read_accumulate(call, o);
-  call.may_step = call.may_step && !is_code(p.dtype);
   read_bias(call, o.bias, check_data);
   read_dropout(call, o, check_data);
   if (o.num_splits < 0) {

@@ -48,6 +48,14 @@ Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, dou
   return scale;
 }
 
+DType float8_out_dtype(const char* function, const TensorView& out, DType q) {
+  for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    if (out.is(dtype)) return dtype;
+  }
+  fail<InvalidArgument>(function, ": out must be bfloat16, float16 or float32 for ", dtype_name(q),
+                        " q, got ", text(out.dtype), "; allocate it so, or leave it out");
+}
+
 Footprint scale_footprint(const char* name, const Float8Scale& scale) {
   return {name,
           scale.data,

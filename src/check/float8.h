@@ -22,6 +22,9 @@ struct ScaleShape {
 Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, double number,
                               const DLTensor* tensor, DLDevice device, bool check_data);
 
+// The dtype of an out over codes of the dtype of q.
+DType float8_out_dtype(const char* function, const TensorView& out, DType q);
+
 // The elements of a scale that is an array, as a call reads or writes them.
 Footprint scale_footprint(const char* name, const Float8Scale& scale);
 

@@ -34,4 +34,8 @@ inline std::string rung_line(Kernel kernel, bool chosen, const char* why, const 
                 why != nullptr ? why : merit, clause, "\n");
 }
 
+// A line more, where codes of q alone become numbers before the kernel.
+constexpr const char* kQueriesFirst =
+    "* dequantize: runs: codes of q become numbers of 16 bits first\n";
+
 }  // namespace cuattn

@@ -223,11 +223,11 @@ void refuse_options(const LatentArrays& a, const cuattn_paged_options& o) {
                  "; pass 1 / sqrt(nope + rope columns of a head before the projection)");
   CUATTN_REQUIRE(o.alibi_slopes == nullptr && o.plan == nullptr && o.version == 0 &&
                      o.kv_layout == CUATTN_KV_NHD && o.kv_dtype == CUATTN_KV_DTYPE_AUTO &&
-                     o.k_scale == 1.0 && o.v_scale == 1.0 && o.k_scales == nullptr &&
-                     o.v_scales == nullptr,
+                     o.q_scale == 1.0 && o.k_scale == 1.0 && o.v_scale == 1.0 &&
+                     o.q_scales == nullptr && o.k_scales == nullptr && o.v_scales == nullptr,
                  kName,
-                 ": options must leave alibi_slopes, plan, version, kv_layout, kv_dtype, k_scale "
-                 "and v_scale at their defaults, got one of them; no kernel has them");
+                 ": options must leave alibi_slopes, plan, version, kv_layout, kv_dtype, q_scale, "
+                 "k_scale and v_scale at their defaults, got one of them; no kernel has them");
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 #include "src/paged/call.h"
 
 #include "src/check/arrays.h"
+#include "src/check/float8.h"
 #include "src/check/overlap.h"
+#include "src/float8/codes.h"
 #include "src/paged/work.h"
 
 namespace cuattn {
@@ -42,7 +44,7 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
       {p.latent.queries > 0 ? "topk_lens" : "context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
   memory.reads({call.params.latent.is_used ? "q_nope" : "q",
                 p.q,
-                itemsize(p.dtype),
+                itemsize(call.has_codes ? DType::e4m3 : p.dtype),
                 {{call.q_shape[0], p.q_strides.batch},
                  {call.q_shape[1], p.q_strides.seq},
                  {p.num_heads_q, p.q_strides.head},
@@ -79,9 +81,56 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   auto read_scales = [&](const char* name, const float* data, int64_t batch, int64_t head) {
     memory.reads({name, data, 4, {{w.num_seqs, batch}, {w.num_heads_kv, head}}});
   };
+  if (call.has_codes) memory.reads(scale_footprint("q_scale", call.q_scale));
   read_scales("k_scale", p.k_scales, p.k_scales_stride_batch, p.k_scales_stride_head);
   read_scales("v_scale", p.v_scales, p.v_scales_stride_batch, p.v_scales_stride_head);
   if (call.request.has_deal) memory.reads({"plan", w.deal, 4, {{PagedDeal::size(w), 1}}});
+}
+
+// The dtype of out, and with codes that of the numbers they become.
+void read_out_dtype(PagedCall& call, const TensorView& out) {
+  PagedParams& p = call.params;
+  if (call.has_codes) {
+    p.out_dtype = float8_out_dtype(call.function, out, DType::e4m3);
+    p.dtype = p.out_dtype == DType::f16 ? DType::f16 : DType::bf16;
+    return;
+  }
+  bool may_widen = call.request.partition_size == 0 && !call.request.one_pass && !p.latent.is_used;
+  p.out_dtype = may_widen ? result_dtype(call.function, out, p.dtype, call.plan.kernel) : p.dtype;
+}
+
+// What only the device sees of lengths, tables and scales.
+void check_data(const PagedCall& call, Stream stream) {
+  const PagedParams& p = call.params;
+  const Backend& backend = backend_of(call.function, call.device);
+  if (is_cuda(call.device) && !checks_device_data()) return;
+  if (call.q_scale.data != nullptr) {
+    AttentionParams scales{};
+    scales.float8.q = call.q_scale;
+    backend.check(call.function, scales, call.device.device_id, stream);
+  }
+  bool has_tables = p.pages.block_tables != nullptr || p.work.num_seqs == 0;
+  if (has_tables) backend.check_paged(call.function, p, call.device.device_id, stream);
+}
+
+// Codes of q become numbers at the end of the workspace, which the call reads from then on.
+void make_queries(PagedCall& call, void* workspace, Stream stream) {
+  PagedParams& p = call.params;
+  const Plan& plan = call.plan;
+  Codes codes{p.q,
+              p.q_strides,
+              1,
+              DType::e4m3,
+              call.q_scale,
+              ScalePart::none,
+              p.work.num_seqs,
+              p.work.q_len,
+              p.num_heads_q,
+              p.head_dim};
+  void* place = static_cast<char*>(workspace) + (plan.workspace_bytes - plan.numbers_bytes);
+  p.q_strides = make_numbers(codes, p.dtype, place, backend_of(call.function, call.device),
+                             call.device.device_id, stream);
+  p.q = place;
 }
 
 // The call with the outputs in its params, once all is found right.
@@ -97,8 +146,7 @@ PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* 
   if (!call.is_decode) want.shape[1] = call.q_shape[1];
   want.shape[head] = p.num_heads_q;
   want.shape[head + 1] = p.head_dim;
-  bool may_widen = call.request.partition_size == 0 && !call.request.one_pass && !p.latent.is_used;
-  p.out_dtype = may_widen ? result_dtype(fn, out, p.dtype, call.plan.kernel) : p.dtype;
+  read_out_dtype(call, out);
   require_output(fn, "out", out, p.out_dtype, want, call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
@@ -115,9 +163,7 @@ PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* 
                      stride_of(*lse, 1)};
   }
   check_memory(call, out, lse, workspace, workspace_bytes);
-  bool has_tables = p.pages.block_tables != nullptr || w.num_seqs == 0;
-  if (has_tables && (!is_cuda(call.device) || checks_device_data()))
-    backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);
+  check_data(call, stream);
   if (out.size() != 0) require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   return call;
 }
@@ -142,6 +188,7 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
   call = with_outputs(call, out, lse, workspace, workspace_bytes, stream);
   if (out.size() == 0) return;
   place_workspace(call, workspace);
+  if (call.has_codes) make_queries(call, workspace, stream);
   backend_of(call.function, call.device)
       .paged(call.params, call.plan, call.device.device_id, stream);
 }

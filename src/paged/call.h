@@ -8,6 +8,7 @@
 
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
+#include "cuattn/params/float8.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {
@@ -18,8 +19,10 @@ struct PagedCall {
   Plan plan;
   DLDevice device;
   const char *function, *k_name, *v_name;  // as the caller knows them
-  int64_t q_shape[2];   // num_seqs and q_len of q; work has them, too, without lists of tokens
-  bool is_decode;       // q [num_seqs, num_heads_q, head_dim], without an axis of queries
+  int64_t q_shape[2];  // num_seqs and q_len of q; work has them, too, without lists of tokens
+  bool is_decode;      // q [num_seqs, num_heads_q, head_dim], without an axis of queries
+  bool has_codes;  // q is e4m3: codes that become numbers of params.dtype in the workspace first
+  Float8Scale q_scale;  // of these
   bool has_equal_lens;  // of mla_decode: no lens were given, all are those of the keys there are
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is

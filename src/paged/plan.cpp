@@ -88,7 +88,7 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
     case Kernel::sm90:
       if (no_hopper != nullptr) return no_hopper;
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
-      if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q";
+      if (r.kv_dtype != r.dtype) return "it takes caches of 16 bits";
       if (r.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
       if (r.block_size % 8 != 0) return "block_size is no multiple of 8";
       return r.head_dim < 64 ? "head_dim is less than 64" : uncompiled();

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "src/cache/checks.h"
+#include "src/check/float8.h"
 #include "src/check/options.h"
 #include "src/paged/call.h"
 #include "src/paged/work.h"
@@ -12,11 +13,24 @@
 namespace cuattn {
 namespace {
 
+// The dtype that kernels see of q: its own, or that of the numbers that its codes become.
+DType read_query_dtype(PagedCall& call, const char* argument, const TensorView& q,
+                       int32_t version) {
+  call.has_codes = q.is(DType::e4m3);
+  if (!call.has_codes) return attention_dtype(call.function, argument, q);
+  if (version != 0) {
+    fail<NotImplemented>(call.function,
+                         ": q is float8_e4m3fn, which V1 and V2 have no kernel for; use "
+                         "paged_attention, or cast q to bfloat16");
+  }
+  return DType::bf16;  // float16 under such an out
+}
+
 // q [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim].
 void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool check_data) {
   const char* fn = call.function;
   PagedParams& p = call.params;
-  p.dtype = attention_dtype(fn, "q", q);
+  p.dtype = read_query_dtype(call, "q", q, version);
   call.is_decode = q.ndim == 3;
   call.q_shape[0] = q.shape[0];
   call.q_shape[1] = call.is_decode ? 1 : q.shape[1];
@@ -58,6 +72,9 @@ void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dty
   CUATTN_REQUIRE(kv_dtype == CUATTN_KV_DTYPE_AUTO || p.kv_dtype == DType::e4m3, fn,
                  ": kv_dtype float8_e4m3fn asks for caches of that dtype or of uint8, got ",
                  text(k.dtype), "; leave kv_dtype out");
+  CUATTN_REQUIRE(p.kv_dtype == DType::e4m3 || !call.has_codes, fn, ": ", call.k_name,
+                 " must be float8_e4m3fn like q, got ", text(k.dtype),
+                 "; give q in the dtype of the caches");
   CUATTN_REQUIRE(p.kv_dtype != DType::e4m3 || p.dtype != DType::f32, fn,
                  ": q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it");
 }
@@ -132,6 +149,12 @@ void fill_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data
   int32_t seqs = p.work.num_seqs;
   p.scores = read_scores(fn, o, false, {seqs, p.num_heads_q, p.head_dim, "num_seqs"}, call.device,
                          check_data);
+  CUATTN_REQUIRE(call.has_codes || (o.q_scales == nullptr && o.q_scale == 1.0), fn,
+                 ": q_scale belongs to float8_e4m3fn queries, these are ", dtype_name(p.dtype),
+                 "; leave it out, or make such queries with cuattn.quantize");
+  call.q_scale = read_float8_scale(
+      fn, {"q_scale", seqs, p.work.num_heads_kv, 0, 0, nullptr, std::max(p.work.group, 1)},
+      o.q_scale, o.q_scales, call.device, check_data);
   p.k_scale = read_kv_scale(call, "k_scale", o.k_scale, o.k_scales);
   p.v_scale = read_kv_scale(call, "v_scale", o.v_scale, o.v_scales);
   auto heads = [&](const char* name, const DLTensor* tensor) {
@@ -184,7 +207,8 @@ PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& 
   call.v_name = o.version == 0 ? "v_cache" : "value_cache";
   call.device = arrays.q.device;
   require_known_device(call.function, "q", call.device);
-  read_queries(call, arrays.q, o.version, check_data);
+  bool may_be_bytes = o.version == 0 && o.kv_dtype == CUATTN_KV_DTYPE_E4M3;
+  read_queries(call, may_be_bytes ? as_e4m3(arrays.q) : arrays.q, o.version, check_data);
   place_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
   read_tables(call, arrays.block_tables, arrays.context_lens,
               o.version == 2 ? o.max_context_len : -1, "q", check_data);
@@ -209,8 +233,9 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   require_rank(fn, "context_lens", context_lens, 1, "[num_seqs]");
   TensorView dtype;
   dtype.dtype = shape.dtype;
-  p.dtype = attention_dtype(fn, "dtype", dtype);
-  p.kv_dtype = o.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? DType::e4m3 : p.dtype;
+  p.dtype = read_query_dtype(call, "dtype", dtype, 0);  // codes go over caches of codes
+  bool has_codes = call.has_codes || o.kv_dtype == CUATTN_KV_DTYPE_E4M3;
+  p.kv_dtype = has_codes ? DType::e4m3 : p.dtype;
   p.kv_layout = kv_layout_of(fn, o.kv_layout);
   require_head_dim(fn, "the call", "head_dim", shape.head_dim, p.kv_dtype);
   require_block_size(fn, call.k_name, shape.block_size, p.kv_layout);

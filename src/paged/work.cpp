@@ -167,6 +167,12 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   read_deal(call, o.plan);
   if (o.version == 2) read_partitions(call, o);
   call.plan.workspace_bytes = place_workspace(call, nullptr);
+  if (!call.has_codes) return;
+  const PagedParams& p = call.params;
+  call.plan.numbers_bytes =
+      whole_pieces(checked_bytes(call.function, {p.work.num_seqs, p.work.q_len, p.num_heads_q,
+                                                 p.head_dim, itemsize(p.dtype)}));
+  call.plan.workspace_bytes += call.plan.numbers_bytes;
 }
 
 Plan plan_step(PagedCall call, int32_t num_splits, bool batch_invariant, const DeviceInfo& device) {

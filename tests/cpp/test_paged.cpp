@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuattn/explain.h"
+#include "cuattn/float8.h"
 #include "paged.h"
 #include "test.h"
 
@@ -116,6 +117,49 @@ TEST(cpu_paged_attention_v1_and_v2_go_by_their_arguments) {
   });
   check_throws<std::invalid_argument>("paged_attention_v2: q must have 3 axes", [&] {
     paged_attention_v2(four, four, k, v, tables, context_lens, 0.3, other);
+  });
+}
+
+// With a scale for each sequence and key head: the bits of the numbers that dequantize makes.
+TEST(cpu_paged_attention_takes_queries_of_codes) {
+  Random random(case_seed("codes"));
+  PagedProblem p = paged_problems(DType::bf16, true, KvLayout::nhd, 64)[0];
+  p.fill(random);
+  int64_t seqs = static_cast<int64_t>(p.lens.size()), rows = int64_t{p.q_len} * p.heads_q;
+  size_t count = static_cast<size_t>(seqs * rows * p.head_dim);
+  std::vector<uint8_t> codes(count);
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(random.range(0, 126));
+  std::vector<float> factors(static_cast<size_t>(seqs * p.heads_kv));
+  for (float& factor : factors) factor = 0.25f * static_cast<float>(random.range(1, 8));
+  std::vector<uint16_t> numbers(count), outs[2] = {numbers, numbers};
+  auto shaped = [&](void* data, DType dtype) {
+    return TensorView(data, dtype, {seqs, p.q_len, p.heads_q, p.head_dim});
+  };
+  TensorView q = shaped(codes.data(), DType::e4m3), wide = shaped(numbers.data(), DType::bf16);
+  TensorView scale(factors.data(), DType::f32, {seqs, p.heads_kv});
+  dequantize(q, wide, scale);
+  auto view = [](Array& array) { return array.view(array.data(), kHost); };
+  TensorView k = view(p.k), v = view(p.v), tables = view(p.tables), lens = view(p.context_lens);
+  PagedOptions options;
+  size_t bytes = paged_attention_workspace_bytes(wide, k, v, tables, lens, options);
+  for (int i = 0; i < 2; ++i) {
+    if (i == 1) options.q_scales = &scale;
+    const TensorView& queries = i == 0 ? wide : q;
+    size_t needed = paged_attention_workspace_bytes(queries, k, v, tables, lens, options);
+    CHECK(i == 0 || needed >= bytes + count * sizeof(uint16_t), needed);
+    std::vector<float> workspace(needed / sizeof(float) + 64);
+    paged_attention(queries, k, v, tables, lens, shaped(outs[i].data(), DType::bf16), options,
+                    {workspace.data(), needed});
+  }
+  CHECK(outs[0] == outs[1]);
+  CHECK(outs[0] != std::vector<uint16_t>(count));
+  options.q_scales = nullptr, options.q_scale = -1;
+  check_throws<std::invalid_argument>("paged_attention: q_scale must be finite", [&] {
+    paged_attention_workspace_bytes(q, k, v, tables, lens, options);
+  });
+  options.q_scale = 2;
+  check_throws<std::invalid_argument>("paged_attention: q_scale belongs to float8", [&] {
+    paged_attention_workspace_bytes(wide, k, v, tables, lens, options);
   });
 }
 

@@ -265,6 +265,8 @@ SELECTIONS = {  # files, and what of them
     "test_int8 or auto-16 or auto-64 or auto-112 or auto-128 or auto-192 or auto-256",
     "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
     "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
+    "float8/test_float8_queries.py": "test_the_bits or test_codes or test_with_a or test_the_work "
+    "or (test_every and auto) or (test_ragged and head)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py cache/test_cache_newest.py "
     "paged/test_paged_prefill.py": "test_newest_keys or (test_newest_tokens_go and 5) or test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "

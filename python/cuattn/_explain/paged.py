@@ -36,7 +36,7 @@ def explain_paged(
     given = {name: value for name, value in options.items() if name not in ignored}
     unknown = set(given) - set(KNOWN)
     if op != "paged_attention":
-        unknown |= {"plan"} & set(given)
+        unknown |= {"plan", "q_scale"} & set(given)
     if unknown:
         raise TypeError(f"explain: {op} has no option {told(op, unknown)}")
     shapes_on, asked = place(device, arrays_or_shapes[0])

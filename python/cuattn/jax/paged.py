@@ -30,6 +30,7 @@ from .call import (
 POSITIONAL = OPS["paged_attention"].positional
 ARRAYS = tuple(options_of(*XLA_OPS["paged"], kinds=("array", "scale"), face="jax"))
 NAMES = tuple(option.name for option in ARRAYS)  # scales may be numbers
+CODES = ("float8_e4m3fn", "uint8")  # of queries, whose out is bfloat16
 NUMBERS = tuple(o for o in options_of(*XLA_OPS["paged"], face="jax") if o.kind != "array")
 
 
@@ -37,7 +38,8 @@ def decode_results(
     q: jax.Array, options: Mapping[str, Any], workspace_bytes: Callable[[int], int]
 ) -> list[jax.ShapeDtypeStruct]:
     """Shapes of what a handler of decode writes: out, lse if asked for, workspace if it has one."""
-    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    dtype = jnp.bfloat16 if str(q.dtype) in CODES else q.dtype
+    results = [jax.ShapeDtypeStruct(q.shape, dtype)]
     if options["return_lse"]:
         shape = (q.shape[0], q.shape[-2], *q.shape[1:-2])
         results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -81,6 +83,7 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     kv_dtype: str | None = None,
@@ -100,7 +103,7 @@ def paged_attention(
     ----------
     q, k_cache, v_cache, block_tables, context_lens, kv_layout
         As in `cuattn.paged_attention`.
-    scale, causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale, kv_dtype
+    scale, causal, window, softcap, alibi_slopes, sinks, q_scale, k_scale, v_scale, kv_dtype
         As in `cuattn.paged_attention`; the numbers are static under jax.jit, where a scale that
         changes is better an array.
     plan
