@@ -74,7 +74,7 @@ def look_for_peers(ranks, case):
         assert (digest == peers.neighbour_digest()) == (case != "unwanted")
         if case == "apart":
             digest = bytes(31) + bytes([ranks.rank])
-        with mock.patch.object(team, "neighbour_digest", lambda: digest):
+        with mock.patch.object(team, "neighbour_digest", return_value=digest):
             found = team.Team(ranks.group)
             found.look_for_peers(torch.device("cpu"))
             found.look_for_peers(None)  # asked once
