@@ -22,8 +22,7 @@ struct Call {
   const char* op;
   CallStream stream;
   Array x;
-  std::optional<Array> scale, mean, shift_mean, cos, sin, positions;
-  cuattn_rope_options rope;
+  std::optional<Array> scale, mean, shift_mean;
   float number = 1.0f;  // a scale that is no array
 
   Call(const char* op, nb::handle source, nb::handle stream_arg)
@@ -49,19 +48,6 @@ struct Call {
     view_.dtype = dl_dtype(DType::f32);
     view_.device = {kDLCPU, 0};
     return view_.dl();
-  }
-
-  // How rows are turned: None, or cos, sin, positions, interleaved and the length of the keys.
-  void read_turn(nb::handle turn, cuattn_quantize_options& options) {
-    if (!is_given(turn)) return;
-    options.cos = import("cos", nb::object(turn[0]), cos);
-    options.sin = import("sin", nb::object(turn[1]), sin);
-    cuattn_rope_options_init(&rope, sizeof rope);
-    nb::object places = turn[2];
-    if (is_given(places)) rope.positions = import("positions", places, positions);
-    rope.interleaved = parse_bool(op, "interleaved", nb::object(turn[3]));
-    rope.seqlen_k = parse_int(op, "seqlen_k", nb::object(turn[4]));
-    options.rope = &rope;
   }
 
   template <class Run>
@@ -115,7 +101,7 @@ Allocation allocate_columns(Call& call, int32_t layout) {
 
 nb::object quantize(nb::handle x, nb::handle layout, nb::handle hadamard, nb::handle scale,
                     nb::handle channels, nb::handle mean, nb::handle shift_mean, nb::handle columns,
-                    nb::handle int8, nb::handle turn, nb::handle stream) {
+                    nb::handle int8, nb::handle stream) {
   if (array_type("quantize", "x", x).library == Library::jax) return nb::borrow(Py_NotImplemented);
   Call call("quantize", x, stream);
   cuattn_quantize_options options;
@@ -123,7 +109,6 @@ nb::object quantize(nb::handle x, nb::handle layout, nb::handle hadamard, nb::ha
   options.layout = parse_layout(call.op, layout);
   options.hadamard = parse_bool(call.op, "hadamard", hadamard);
   options.channels = parse_bool(call.op, "channels", channels);
-  call.read_turn(turn, options);
   options.is_given = !PyTuple_Check(scale.ptr());
   bool makes_mean = PyTuple_Check(mean.ptr());
   options.mean_given = is_given(mean) && !makes_mean;
@@ -201,10 +186,11 @@ void add_float8(nb::module_& m) {
       "quantize", &quantize, nb::arg("x").none(), nb::arg("layout").none(),
       nb::arg("hadamard").none(), nb::arg("scale").none(), nb::arg("channels"),
       nb::arg("mean").none(), nb::arg("shift_mean").none(), nb::arg("columns"), nb::arg("int8"),
-      nb::arg("turn").none(), nb::arg("stream").none(),
+      nb::arg("stream").none(),
       "Codes, scale, mean and shift of cuattn_quantize. A tuple for scale or mean is the shape of "
       "one that is made; columns: codes are [batch, heads, dim, rows], rows padded to 16; int8: "
-      "codes of int8, by rows; turn: (cos, sin, positions, interleaved, seqlen_k) of apply_rope.");
+      "codes "
+      "of int8, by rows.");
   m.def("dequantize", &dequantize, nb::arg("x").none(), nb::arg("scale").none(),
         nb::arg("layout").none(), nb::arg("channels").none(), nb::arg("dtype").none(),
         nb::arg("out").none(), nb::arg("stream").none(), "cuattn.dequantize");

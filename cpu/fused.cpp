@@ -25,6 +25,10 @@ extern const RowsKernel kRowsKernel;
 }
 #endif
 
+namespace {
+
+constexpr double kFlopsPerByte = 0.25;  // work of one byte moved, in the units of parallel_for
+
 const RowsKernel& rows_kernel() {
 #if defined(CUATTN_CPU_AVX)
   std::string_view isa = isa_name();
@@ -33,10 +37,6 @@ const RowsKernel& rows_kernel() {
 #endif
   return baseline::kRowsKernel;
 }
-
-namespace {
-
-constexpr double kFlopsPerByte = 0.25;  // work of one byte moved, in the units of parallel_for
 
 int64_t bytes_of(DType dtype) { return static_cast<int64_t>(itemsize(dtype)); }
 

@@ -26,7 +26,4 @@ struct RowsKernel {
   void (*widen)(const void* from, int64_t first, int64_t count, DType dtype, float* to);
 };
 
-// That of the best instruction set; fused.cpp.
-const RowsKernel& rows_kernel();
-
 }  // namespace cuattn::cpu

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cpu/convert.h"
-#include "cpu/fused.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
@@ -48,18 +47,6 @@ void load(const QuantizeArray& array, const Task& task, int64_t row, int32_t dim
     x[d] = load_element(array.data, at + d * array.channel, array.dtype);
 }
 
-// A row of x, turned and rounded to its dtype by what apply_rope runs, so that the bits are the same.
-void load_turned(const QuantizeParams& p, const Task& task, int64_t row, float* x) {
-  load(p.x, task, row, p.dim, x);
-  if (!p.turns()) return;
-  alignas(64) char turned[kMostDim * sizeof(float)];
-  for (int32_t d = 0; d < p.dim; ++d) store_element(turned, d, p.x.dtype, x[d]);
-  int64_t position = p.rope.position(task.b, row);
-  rows_kernel().rotate(p.rope, turned, turned, p.rope.cos + position * p.rope.cos_stride,
-                       p.rope.sin + position * p.rope.sin_stride);
-  for (int32_t d = 0; d < p.dim; ++d) x[d] = load_element(turned, d, p.x.dtype);
-}
-
 // A row times the Hadamard matrices of R without their factor: one over each run of `size` channels.
 void rotate_row(float* x, int32_t dim) {
   int32_t size = hadamard_size(dim);
@@ -81,7 +68,7 @@ float norm_of(const QuantizeParams& p) {
 // A row as it is rounded, not yet divided by its scale nor times norm. The signs of R come first, also
 // to the mean: so a difference of 0 is +0, as on CUDA.
 void prepare_row(const QuantizeParams& p, const Task& task, int64_t row, float* x) {
-  load_turned(p, task, row, x);
+  load(p.x, task, row, p.dim, x);
   const float* mean = nullptr;
   if (p.mean != nullptr) mean = p.mean + task.b * p.mean_batch + task.h * p.mean_head;
   for (int32_t d = 0; d < p.dim; ++d) {
@@ -100,7 +87,7 @@ void write_means(const QuantizeParams& p) {
     std::vector<double> sums(p.dim), counts(p.dim);
     float x[kMostDim];
     for (int64_t row = 0; row < p.rows; ++row) {
-      load_turned(p, task, row, x);
+      load(p.x, task, row, p.dim, x);
       for (int32_t d = 0; d < p.dim; ++d) {
         if (!std::isfinite(x[d])) continue;
         sums[d] += x[d];
@@ -193,7 +180,7 @@ void write_shifts(const QuantizeParams& p) {
     const float* mean =
         p.shift_mean + task.b * p.shift_mean_batch + task.h / p.shift_group * p.shift_mean_head;
     for (int64_t row = task.first; row < task.last; ++row) {
-      load_turned(p, task, row, x);
+      load(p.x, task, row, p.dim, x);
       double dot = 0.0;
       for (int32_t d = 0; d < p.dim; ++d) dot += static_cast<double>(x[d]) * mean[d];
       p.shift[task.b * p.shift_batch + task.h * p.shift_head + row * p.shift_row] =

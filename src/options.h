@@ -69,7 +69,7 @@ struct OptionsRules<cuattn_cache_options> {
 template <>
 struct OptionsRules<cuattn_quantize_options> {
   static constexpr const char* kInit = "cuattn_quantize_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_quantize_options, rope) + sizeof(void*);
+  static constexpr size_t kEnd = offsetof(cuattn_quantize_options, shift_mean) + sizeof(void*);
   static void set_defaults(cuattn_quantize_options&) {}
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What quantize and dequantize share: pieces of 8 channels, scales, quotients, codes. Next:
-// row_tile.cuh, quantize_launch.cuh.
+// row_tile.cuh, quantize.cu.
 #pragma once
 
 #include <type_traits>
@@ -116,33 +116,6 @@ struct RawPiece {
       unpack<DType::f16>(x);
     } else {
       unpack<DType::bf16>(x);
-    }
-  }
-
-  // Rounded to the dtype.
-  template <DType kType>
-  __device__ __forceinline__ void pack(const float (&x)[kSpan]) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      uint32_t word[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (kType == DType::f32) {
-          word[j] = __float_as_uint(x[4 * i + j]);
-        } else {
-          word[j] = pack2<kType>(x[2 * j], x[2 * j + 1]);
-        }
-      }
-      words[i] = uint4{word[0], word[1], word[2], word[3]};
-    }
-  }
-  __device__ __forceinline__ void pack(bool is_half, const float (&x)[kSpan]) {
-    if constexpr (kWide) {
-      pack<DType::f32>(x);
-    } else if (is_half) {
-      pack<DType::f16>(x);
-    } else {
-      pack<DType::bf16>(x);
     }
   }
 };

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a thread block of quantize does to its parts: asks for a tile, prepares its rows, measures them,
-// writes their codes. Next: quantize_launch.cuh, the kernels.
+// writes their codes. Next: quantize.cu, the kernels.
 #pragma once
 
 #include "cuda/fused/row_tile.cuh"
-#include "cuda/fused/turned_rows.cuh"
 
 namespace cuattn {
 namespace {
@@ -19,8 +18,8 @@ struct Shared {
 };
 
 // What a thread has of the part that its block works on: the tile in shared memory, its row in
-// registers. kDim: head_dim, or 0 for any. kTurns: rows are turned first.
-template <bool kWide, int kDim, bool kTurns>
+// registers. kDim: head_dim, or 0 for any.
+template <bool kWide, int kDim>
 struct Worker {
   const QuantizeParams& p;
   const Step& step;
@@ -69,22 +68,6 @@ struct Worker {
     if (p.rotates && p.shift != nullptr)
       flip_channels(shared.flips, dim(), memory + shape().shift_mean());
     __syncthreads();
-  }
-
-  // Turns the rows of a tile that is there, if they are to be. All threads call it.
-  __device__ __forceinline__ void turn(int64_t from) {
-    if constexpr (kTurns) {
-      const TileShape shape = this->shape();
-      int rows = static_cast<int>(min(p.rows - from, int64_t{shape.rows}));
-      if (step.turns_pieces) {
-        turn_tile<kWide, kSpan, 4>(p, shape, part, from, rows, memory);
-      } else {
-        turn_tile<kWide, 1, 1>(p, shape, part, from, rows, memory);
-      }
-      __syncthreads();
-      // Found anew, for kept over the turn it costs a spill for 8.0.
-      if constexpr (kDim == 0) at = RowPlace(shape);
-    }
   }
 
   // A row of the tile as it is rounded, not yet divided by its scale nor by the size of R.
@@ -354,7 +337,6 @@ struct Worker {
         __syncthreads();  // who reads the tile before has done so
         ask(part, from, memory);
         await_tile();
-        turn(from);
       }
       prepare(from, p.shift != nullptr && i < tiles && measures == p.gives_scale);
       bool is_there = from + at.row < p.rows;
@@ -395,7 +377,6 @@ struct Worker {
       await_tile();  // and for who still reads the other one
       bool is_last = index + gridDim.x >= step.parts;
       if (step.prefetches && !is_last) ask(next, next.first(), memory + other);
-      turn(part.first());
       run_part();
       memory += other;
       other = -other;

@@ -2,8 +2,8 @@
 // apply_rope, at the rate of memory: a thread holds as many columns of cos and sin as 16 bytes have
 // elements, and turns with them the two pieces of four heads that they belong to. Source:
 // arXiv:2104.09864. The same on the CPU: cpu/fused_rows.cpp.
+#include "cuattn/device/rope.cuh"
 #include "cuda/fused/rows.cuh"
-#include "cuda/fused/turn.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
@@ -39,30 +39,74 @@ struct RotateRow {
       if (h < heads) pieces[h].store(out + h * p.out_strides.head + d);
   }
 
-  // The two pieces of `kSize` columns of cos and sin, from `column` on.
-  __device__ void turn(int column, int64_t position, bool aligned) const {
-    TurnPlace<kSize> place(p, column);
+  // The two pieces of `kSize` columns of cos and sin. Neighbours have these from two places of the
+  // tables, so that the pieces of a warp lie side by side, as halves do.
+  __device__ void turn(int column, const float* cos_row, const float* sin_row, bool aligned) const {
+    bool is_apart = kSize >= 4 || !p.interleaved;
+    int d = p.offset + (is_apart ? column : 2 * column);
+    int other = d + (is_apart ? p.rotary_dim / 2 : kSize);
     P a[kHeads], b[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) continue;
-      a[h] = P::load(x + h * p.x_strides.head + place.low);
-      b[h] = P::load(x + h * p.x_strides.head + place.high);
+      a[h] = P::load(x + h * p.x_strides.head + d);
+      b[h] = P::load(x + h * p.x_strides.head + other);
     }
-    Turn<kSize> turn;
-    turn.load(p, position, column, aligned);
+    Piece<float, kSize> cos, sin;
+    if (kSize >= 4 && p.interleaved) {
+      cos = load_two(cos_row, column, aligned);
+      sin = load_two(sin_row, column, aligned);
+    } else {
+      cos = load_floats<kSize>(cos_row + column, aligned);
+      sin = load_floats<kSize>(sin_row + column, aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sin.x[i] = p.inverse ? -sin.x[i] : sin.x[i];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) continue;
       float low[kSize], high[kSize];
       a[h].unpack(low), b[h].unpack(high);
-      turn.apply(p.interleaved, low, high);
+      p.interleaved ? turn_neighbours(cos, sin, low, high) : turn_halves(cos, sin, low, high);
       a[h].pack(low), b[h].pack(high);
-      a[h].store(out + h * p.out_strides.head + place.low);
-      b[h].store(out + h * p.out_strides.head + place.high);
+      a[h].store(out + h * p.out_strides.head + d);
+      b[h].store(out + h * p.out_strides.head + other);
     }
   }
+
+  using Floats = Piece<float, kSize>;
+  // The floats of the pairs in a piece at `column`, then those of the piece rotary_dim / 2 behind it.
+  __device__ Floats load_two(const float* row, int column, bool aligned) const {
+    constexpr int kHalf = kSize / 2 > 0 ? kSize / 2 : 1;
+    bool far_aligned = aligned && p.rotary_dim % 16 == 0;
+    auto near = load_floats<kHalf>(row + column / 2, aligned);
+    auto far = load_floats<kHalf>(row + column / 2 + p.rotary_dim / 4, far_aligned);
+    Floats both;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) both.x[i] = i < kHalf ? near.x[i] : far.x[i - kHalf];
+    return both;
+  }
+  static __device__ void turn_halves(const Floats& cos, const Floats& sin, float (&low)[kSize],
+                                     float (&high)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) turn_pair(cos.x[i], sin.x[i], low[i], high[i]);
+  }
+  // Elements 2 i and 2 i + 1 of both, end to end.
+  static __device__ void turn_neighbours(const Floats& cos, const Floats& sin, float (&low)[kSize],
+                                         float (&high)[kSize]) {
+    auto at = [&](int i) -> float& { return i < kSize ? low[i] : high[i - kSize]; };
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) turn_pair(cos.x[i], sin.x[i], at(2 * i), at(2 * i + 1));
+  }
+  static __device__ void turn_pair(float cos, float sin, float& a, float& b) {
+    Rotated y = rotated(a, b, cos, sin);
+    a = y.a, b = y.b;
+  }
 };
+
+__device__ bool has_aligned_rows(const float* table, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(table) % 16 == 0 && stride % 4 == 0;
+}
 
 template <DType kType, int kSize>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -73,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   int64_t first_b = first / p.seqlen;
   uint32_t first_s = static_cast<uint32_t>(first % p.seqlen);
   int pieces = tile.turned + tile.copied;
-  bool aligned = has_aligned_tables(p);
+  bool aligned = has_aligned_rows(p.cos, p.cos_stride) && has_aligned_rows(p.sin, p.sin_stride);
   for (int index = threadIdx.x; index < rows * tile.items; index += kThreads) {
     int row = index / tile.items, item = index % tile.items;
     int head = item / pieces * kHeads, piece = item % pieces;
@@ -86,7 +130,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
              head * p.out_strides.head;
     RotateRow<kType, kSize> work{p, x, out, min(kHeads, p.num_heads - head)};
     if (piece < tile.turned) {
-      work.turn(piece * kSize, p.position(b, s), aligned);
+      int64_t position = p.position(b, s);
+      work.turn(piece * kSize, p.cos + position * p.cos_stride, p.sin + position * p.sin_stride,
+                aligned);
     } else {
       work.copy((piece - tile.turned) * kSize);
     }

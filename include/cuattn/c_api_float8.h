@@ -3,7 +3,7 @@
  * Formulas: docs/fp8.md. C++ users include float8.h instead. On the CPU and CUDA. */
 #pragma once
 
-#include "cuattn/c_api_fused.h"
+#include "cuattn/c_api.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,13 +19,9 @@ typedef struct {
   int32_t mean_given; /* so is the mean */
   /* float32 [batch, heads, dim], subtracted from the rows before they are rotated. */
   const DLTensor* mean;
-  /* Both or none. shift float32 [batch, heads, rows] is written: each row of x, as it is given or
-   * turned, times shift_mean float32 [batch, heads / n, dim] of its group of n heads. */
+  /* Both or none. shift float32 [batch, heads, rows] is written: each row of x, as it is given,
+   * times shift_mean float32 [batch, heads / n, dim] of its group of n heads. */
   const DLTensor *shift, *shift_mean;
-  /* Rows are first turned as cuattn_apply_rope turns them: float32 [max_position, rotary_dim / 2],
-   * both or none. All else, mean and shift, too, is of the turned rows, rounded to x's dtype. */
-  const DLTensor *cos, *sin;
-  const cuattn_rope_options* rope; /* NULL: the defaults; its layout is not looked at */
 } cuattn_quantize_options;
 
 CUATTN_API void cuattn_quantize_options_init(cuattn_quantize_options* options, size_t struct_size);

@@ -4,8 +4,8 @@
 // Next: attention.h (errors).
 #pragma once
 
+#include "cuattn/attention.h"
 #include "cuattn/c_api_float8.h"
-#include "cuattn/fused.h"
 
 namespace cuattn {
 
@@ -18,19 +18,15 @@ struct QuantizeOptions {
   bool mean_given = false;       // so is the mean
   const TensorView* mean = nullptr;  // float32 [batch, heads, dim], subtracted first
   const TensorView *shift = nullptr, *shift_mean = nullptr;  // as c_api_float8.h says
-  // Rows are first turned as apply_rope turns them: float32 [max_position, rotary_dim / 2], both or none.
-  const TensorView *cos = nullptr, *sin = nullptr;
-  RopeOptions rope;  // of that; heads_first does not count
 };
 
 namespace detail {
 
 struct CQuantizeOptions {
-  DLTensor mean, shift, shift_mean, cos, sin;
-  CRopeOptions rope;
+  DLTensor mean, shift, shift_mean;
   cuattn_quantize_options c;
 
-  explicit CQuantizeOptions(const QuantizeOptions& o) : rope(o.rope) {
+  explicit CQuantizeOptions(const QuantizeOptions& o) {
     cuattn_quantize_options_init(&c, sizeof c);
     c.layout = static_cast<int32_t>(o.layout);
     c.hadamard = o.hadamard;
@@ -40,16 +36,13 @@ struct CQuantizeOptions {
     c.mean = COptions::borrow(o.mean, mean);
     c.shift = COptions::borrow(o.shift, shift);
     c.shift_mean = COptions::borrow(o.shift_mean, shift_mean);
-    c.cos = COptions::borrow(o.cos, cos);
-    c.sin = COptions::borrow(o.sin, sin);
-    c.rope = o.cos == nullptr ? nullptr : &rope.c;
   }
   CQuantizeOptions(const CQuantizeOptions&) = delete;
 };
 
 }  // namespace detail
 
-// out = round((x - mean) R / scale), x turned first where there are tables: x float32, float16 or bfloat16, out float8_e4m3fn or int8 of its
+// out = round((x - mean) R / scale): x float32, float16 or bfloat16, out float8_e4m3fn or int8 of its
 // shape, scale float32 of one element, [heads / n], [batch, heads / n], [batch,
 // heads, ceil(rows / 128)] or [batch, heads, dim]; it is written first unless it is given.
 inline void quantize(const TensorView& x, const TensorView& out, const TensorView& scale,

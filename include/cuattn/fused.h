@@ -58,26 +58,6 @@ struct SampleOptions {
 
 namespace detail {
 
-struct CRopeOptions {
-  DLTensor positions, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  cuattn_rope_options c;
-
-  explicit CRopeOptions(const RopeOptions& o) {
-    cuattn_rope_options_init(&c, sizeof c);
-    c.interleaved = o.interleaved;
-    c.inverse = o.inverse;
-    c.offset = o.offset;
-    c.layout = o.heads_first ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
-    c.positions = COptions::borrow(o.positions, positions);
-    c.seqlen_k = o.seqlen_k;
-    c.cu_seqlens_q = COptions::borrow(o.cu_seqlens_q, cu_seqlens_q);
-    c.cu_seqlens_k = COptions::borrow(o.cu_seqlens_k, cu_seqlens_k);
-    c.seqused_q = COptions::borrow(o.seqused_q, seqused_q);
-    c.seqused_k = COptions::borrow(o.seqused_k, seqused_k);
-  }
-  CRopeOptions(const CRopeOptions&) = delete;
-};
-
 struct CNormOptions {
   DLTensor bias, residual, residual_out;
   cuattn_norm_options c;
@@ -124,9 +104,21 @@ struct CSampleOptions {
 inline void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
                        const TensorView& out, const RopeOptions& options = {},
                        void* stream = nullptr) {
-  detail::CRopeOptions c(options);
+  cuattn_rope_options c;
+  cuattn_rope_options_init(&c, sizeof c);
+  DLTensor positions, cu_q, cu_k, used_q, used_k;
   DLTensor dx = x.dl(), dcos = cos.dl(), dsin = sin.dl(), dout = out.dl();
-  detail::check(cuattn_apply_rope(&dx, &dcos, &dsin, &c.c, &dout, stream));
+  c.interleaved = options.interleaved;
+  c.inverse = options.inverse;
+  c.offset = options.offset;
+  c.layout = options.heads_first ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
+  c.positions = detail::COptions::borrow(options.positions, positions);
+  c.seqlen_k = options.seqlen_k;
+  c.cu_seqlens_q = detail::COptions::borrow(options.cu_seqlens_q, cu_q);
+  c.cu_seqlens_k = detail::COptions::borrow(options.cu_seqlens_k, cu_k);
+  c.seqused_q = detail::COptions::borrow(options.seqused_q, used_q);
+  c.seqused_k = detail::COptions::borrow(options.seqused_k, used_k);
+  detail::check(cuattn_apply_rope(&dx, &dcos, &dsin, &c, &dout, stream));
 }
 
 // Over the last axis of x. out may be x.

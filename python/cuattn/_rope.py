@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding of queries in a pass before attention, and of the rows of quantize."""
+"""Rotary embedding of queries, in a pass before attention."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import _core
 from ._arrays import wants_gradient
@@ -25,36 +25,6 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
         op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
     )
     return {**rest, "q": q}
-
-
-class Turn(NamedTuple):
-    """How the rows of one array are turned; keys: how many its sequences have, or -1."""
-
-    cos: Any
-    sin: Any
-    positions: Any
-    interleaved: Any
-    keys: int = -1
-
-
-def turns_of(
-    op: str, rope: Any, positions: Any, interleaved: Any, two: bool = False
-) -> tuple[Turn | None, Turn | None]:
-    """Read how q and k of a call are turned; positions of both, or two: of q and of k."""
-    named = {"rope": rope, "rope_positions": positions, "rope_interleaved": interleaved}
-    if not has_rope(op, named):
-        return None, None
-    of_both = (positions, positions)
-    if isinstance(positions, tuple):
-        if not two or len(positions) != 2:
-            wanted = "an array or two, (of q, of k)" if two else "an array"
-            raise TypeError(
-                f"{op}: rope_positions must be {wanted}, got a tuple of {len(positions)}; give "
-                "each token its own in an int64 array"
-            )
-        of_both = positions
-    first, second = (Turn(rope[0], rope[1], place, interleaved) for place in of_both)
-    return first, second
 
 
 def refuse_gradient(op: str, q: Any) -> None:
@@ -104,7 +74,7 @@ def in_words_of(op: str, name: str, message: str) -> str:
     function, _, text = message.partition(": ")
     if op == "apply_rope" or function not in ("apply_rope", op):
         return message  # of a producer of arrays
-    its = "positions_k" if name == "k" else "rope_positions"
+    its = "rope_positions" if name == "q" else "positions_k"
     words = {"x": name, "positions": its, "interleaved": "rope_interleaved"}
     argument, space, rule = text.partition(" ")
     return f"{op}: {words.get(argument, argument)}{space}{rule}"

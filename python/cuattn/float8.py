@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._arrays import Array, ArrayT, is_jax, operations
 from ._checks import check_flag
-from ._rope import Turn, in_words_of, turns_of
 from ._rope_scaling import is_number
 from .attention import attention
 
@@ -100,9 +99,6 @@ def quantize(
     smooth_k: bool = True,
     key_mean: Array | None = None,
     scale: float | None = None,
-    rope: tuple[Array, Array] | None = None,
-    rope_positions: Array | tuple[Array | None, Array | None] | None = None,
-    rope_interleaved: bool = False,
     stream: Any = None,
 ) -> QuantizedQKV:
     """Make float8_e4m3fn codes and scales of q, k and v, for `attention` and `attention_varlen`.
@@ -133,17 +129,9 @@ def quantize(
         Take the mean over the sequence from the keys of each head: softmax does not see it, and
         channels with a bias cost no precision. For whole sequences; not with softcap or sinks.
     key_mean : float32 array, [num_heads_kv, head_dim], optional
-        The mean to take instead, measured before, for caches; of rotated keys with rope.
+        The mean to take instead, measured before, for caches.
     scale : float, optional
         That of `attention`, for lse_shift; None is ``1 / sqrt(head_dim)``.
-    rope : (array, array), optional
-        cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q and k are rotated
-        before all else, with the bits of `apply_rope`, in the passes that are made anyway.
-    rope_positions : int64 array, [batch, seqlen] or [total], optional
-        The row of the tables of each token of q and k, or two such, (of q, of k). None: keys stand
-        at their index, query i at ``i + seqlen_kv - seqlen_q``, packed ones at their index.
-    rope_interleaved : bool
-        Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
     stream : optional
         As in `attention`.
 
@@ -174,14 +162,11 @@ def quantize(
     """
     check_modes(mode, v_mode, q)
     check_smoothing(smooth_k, key_mean, scale)
-    turn_q, turn_k = turns_of("quantize", rope, rope_positions, rope_interleaved, two=True)
     v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
     of_q, of_k, of_v = sizes_of("q", q, layout), sizes_of("k", k, layout), sizes_of("v", v, layout)
     check_agreement(of_q, of_k, of_v)
     batch, _, heads_kv, dim = of_k
     int8 = mode == "int8"
-    if turn_q is not None and len(getattr(q, "shape", ())) == 4:
-        turn_q = turn_q._replace(keys=of_k[1])
     mean: Any = key_mean
     if key_mean is not None:
         mean = mean[None] if len(mean.shape) == 2 else mean
@@ -189,12 +174,12 @@ def quantize(
         mean = (batch, heads_kv, dim)
     shape = shape_of(mode, of_k, heads_kv, k)
     k_codes, k_scale, made_mean, _ = run(
-        k, layout, hadamard, shape, mean=mean, int8=int8, turn=turn_k, stream=stream
+        k, layout, hadamard, shape, mean=mean, int8=int8, stream=stream
     )
     shape = shape_of(mode, of_q, heads_kv, q)
     shift_mean = made_mean if key_mean is None else mean
     q_codes, q_scale, _, shift = run(
-        q, layout, hadamard, shape, shift_mean=shift_mean, int8=int8, turn=turn_q, stream=stream
+        q, layout, hadamard, shape, shift_mean=shift_mean, int8=int8, stream=stream
     )
     shape, channels = shape_of(v_mode, of_v, heads_kv, v), v_mode == "channel"
     v_codes, v_scale, _, _ = run(v, layout, False, shape, channels, columns=True, stream=stream)
@@ -206,15 +191,7 @@ def quantize(
 
 
 def quantize_like(
-    x: ArrayT,
-    scale: Any,
-    *,
-    layout: Layout = "bshd",
-    hadamard: bool = False,
-    rope: tuple[Array, Array] | None = None,
-    rope_positions: Array | None = None,
-    rope_interleaved: bool = False,
-    stream: Any = None,
+    x: ArrayT, scale: Any, *, layout: Layout = "bshd", hadamard: bool = False, stream: Any = None
 ) -> Any:
     """Make float8_e4m3fn codes by a scale that is known: ``round(x / scale)``, saturating.
 
@@ -228,8 +205,6 @@ def quantize_like(
         Order of the axes.
     hadamard : bool
         Rotate the rows first, as `quantize` does.
-    rope, rope_positions, rope_interleaved
-        As in `quantize`; tokens stand at their index where there are no positions.
     stream : optional
         As in `attention`.
 
@@ -254,8 +229,7 @@ def quantize_like(
             f"quantize: scale must be a number or a float32 array, got {scale!r}; make an array of "
             "it, in the library of x"
         )
-    turn, _ = turns_of("quantize", rope, rope_positions, rope_interleaved)
-    return run(x, layout, hadamard, scale, turn=turn, stream=stream)[0]
+    return run(x, layout, hadamard, scale, stream=stream)[0]
 
 
 def dequantize(
@@ -329,25 +303,17 @@ def run(
     shift_mean: Any = None,
     columns: bool = False,
     int8: bool = False,
-    turn: Turn | None = None,
     stream: Any = None,
 ) -> Any:
     """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
-    try:
-        result = _core.quantize(
-            x, layout, hadamard, scale, channels, mean, shift_mean, columns, int8, turn, stream
-        )
-    except (ValueError, TypeError, NotImplementedError) as error:
-        if turn is None:
-            raise
-        raise type(error)(in_words_of("quantize", "x", str(error))) from None
+    result = _core.quantize(
+        x, layout, hadamard, scale, channels, mean, shift_mean, columns, int8, stream
+    )
     if result is not NotImplemented:
         return result
     from .jax import float8
 
-    return float8.quantize(
-        x, layout, hadamard, scale, channels, mean, shift_mean, int8, turn, stream
-    )
+    return float8.quantize(x, layout, hadamard, scale, channels, mean, shift_mean, int8, stream)
 
 
 def scaled(shift: Any, factor: Any, stream: Any) -> Any:

@@ -7,8 +7,6 @@
 #include "src/check/arrays.h"
 #include "src/check/overlap.h"
 #include "src/check/text.h"
-#include "src/fused/fused.h"
-#include "src/options.h"
 
 namespace cuattn {
 namespace {
@@ -184,23 +182,9 @@ void read_shift(const char* fn, const cuattn_quantize_options& o, DLDevice devic
   p.shift_group = p.heads / static_cast<int32_t>(mean.shape[1]);
 }
 
-// Where rows are turned first. `turn`: the options of that, as this library knows them.
-void read_turn(const char* fn, const TensorView& x, const cuattn_quantize_options& o,
-               const cuattn_rope_options& turn, QuantizeParams& p) {
-  CUATTN_REQUIRE((o.cos == nullptr) == (o.sin == nullptr), fn,
-                 ": cos and sin must be given together, got one; pass both or none");
-  CUATTN_REQUIRE(o.rope == nullptr || o.cos != nullptr, fn,
-                 ": rope must be NULL without cos and sin, got options; pass the tables");
-  if (o.cos == nullptr) return;
-  p.rope = read_rope(fn, x, axes_of(x.ndim == 3, o.layout), view_of(fn, "cos", o.cos),
-                     view_of(fn, "sin", o.sin), turn);
-  p.rope.num_heads = 1;
-}
-
 // What is written lies apart from all else.
 void check_memory(const char* fn, const TensorView& x, const TensorView& out,
-                  const TensorView& scale, const cuattn_quantize_options& o,
-                  const cuattn_rope_options& turn) {
+                  const TensorView& scale, const cuattn_quantize_options& o) {
   CallMemory memory(fn);
   memory.writes({"out", out});
   if (o.shift != nullptr) memory.writes({"shift", view_of(fn, "shift", o.shift)});
@@ -209,8 +193,6 @@ void check_memory(const char* fn, const TensorView& x, const TensorView& out,
   memory.reads({"x", x});
   if (o.is_given != 0 && !is_host_number(x, scale, o)) memory.reads({"scale", scale});
   if (o.mean != nullptr && o.mean_given != 0) memory.reads({"mean", view_of(fn, "mean", o.mean)});
-  if (o.cos != nullptr)
-    read_rope_memory(fn, view_of(fn, "cos", o.cos), view_of(fn, "sin", o.sin), turn, memory);
 }
 
 // A given scale on the CPU.
@@ -246,12 +228,8 @@ void quantize(const TensorView& x, const TensorView& out, const TensorView& scal
   p.rotates = o.hadamard != 0;
   read_mean(fn, o, x.device, p);
   read_shift(fn, o, x.device, p);
-  cuattn_rope_options room = default_options<cuattn_rope_options>();
-  const cuattn_rope_options& turn = o.rope == nullptr ? room : known_options(fn, o.rope, room);
-  read_turn(fn, x, o, turn, p);
-  check_memory(fn, x, out, scale, o, turn);
+  check_memory(fn, x, out, scale, o);
   if (o.is_given != 0 && x.device.device_type == kDLCPU) check_scale(fn, p.scale);
-  if (p.turns() && x.size() != 0) check_positions(fn, p.rope, turn, backend, x.device, stream);
   backend.quantize(p, x.device.device_id, stream);
 }
 
@@ -261,11 +239,11 @@ void dequantize(const TensorView& x, const TensorView& out, const TensorView& sc
   const Backend& backend = backend_with(fn, x);
   cuattn_quantize_options given = o;
   given.is_given = 1;
-  given.mean = given.shift = given.cos = nullptr;
+  given.mean = given.shift = nullptr;
   QuantizeParams p = read_arrays(fn, x, out, scale, given);
   read_codes(fn, "x", x, p.x);
   p.out.dtype = number_dtype(fn, "out", out);
-  check_memory(fn, x, out, scale, given, {});
+  check_memory(fn, x, out, scale, given);
   if (x.device.device_type == kDLCPU) check_scale(fn, p.scale);
   backend.dequantize(p, x.device.device_id, stream);
 }

@@ -6,23 +6,12 @@
 #include "cuattn/c_api_fused.h"
 #include "cuattn/error.h"
 #include "cuattn/tensor.h"
-#include "src/check/axes.h"
-#include "src/check/overlap.h"
 
 namespace cuattn {
 
 // rope.cpp
 void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
                 const cuattn_rope_options& options, const TensorView& out, Stream stream);
-// How the rows of x are turned, whose arrays stay out of the result; o.layout is not looked at.
-RotateParams read_rope(const char* fn, const TensorView& x, const Axes& axes, const TensorView& cos,
-                       const TensorView& sin, const cuattn_rope_options& o);
-// On the CPU, and under CUATTN_CHECK=1: the positions are rows of the tables.
-void check_positions(const char* fn, const RotateParams& p, const cuattn_rope_options& o,
-                     const Backend& backend, DLDevice device, Stream stream);
-// The arrays of a rotation among those of a call.
-void read_rope_memory(const char* fn, const TensorView& cos, const TensorView& sin,
-                      const cuattn_rope_options& o, CallMemory& memory);
 // add.cpp. check_residual writes nothing; lse_out and workspace are written before the sum.
 void add_residual(const TensorView& x, const TensorView& residual, const TensorView& out,
                   Stream stream);

@@ -6,7 +6,6 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuattn/float8.h"
 #include "cuattn/fused.h"
 #include "cuattn/mla.h"
 #include "problem.h"
@@ -335,48 +334,6 @@ TEST(cpu_rotation_counts_within_sequences) {
         float c = cos.get(places[row] * 2 + i), s = sin.get(places[row] * 2 + i);
         CHECK(std::abs(out.get(row * 4 + i) - (a * c - b * s)) < 1e-5, row, " ", i, shorter);
       }
-  }
-}
-
-// quantize with tables gives what it gives of rows that apply_rope has turned; nothing is written of a
-// call that is refused.
-TEST(cpu_quantised_rows_are_turned_first) {
-  Random random(case_seed("quantised rope"));
-  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-    Array x = drawn(random, dtype, {7, 2, 32}), turned(dtype, {7, 2, 32});
-    Array cos = drawn(random, DType::f32, {7, 9}), sin = drawn(random, DType::f32, {7, 9});
-    TensorView c = view_of(cos), s = view_of(sin);
-    std::vector<uint8_t> codes(7 * 2 * 32, 0xFF), want = codes;
-    std::vector<float> scale(2, -1.0f), want_scale = scale, mean(2 * 32, -1.0f), want_mean = mean;
-    auto run = [&](Array& rows, std::vector<uint8_t>& to, std::vector<float>& by,
-                   std::vector<float>& of, QuantizeOptions options) {
-      TensorView means(of.data(), DType::f32, {1, 2, 32});
-      options.mean = &means;
-      options.hadamard = true;
-      quantize(view_of(rows), {to.data(), DType::e4m3, {7, 2, 32}}, {by.data(), DType::f32, {2}},
-               options);
-    };
-    QuantizeOptions options;
-    options.cos = &c;
-    check_throws<Invalid>("quantize: cos and sin must be given together, got one",
-                          [&] { run(x, codes, scale, mean, options); });
-    options.sin = &s;
-    options.rope.offset = 15;
-    check_throws<Invalid>("quantize: offset must be from 0 to head_dim - rotary_dim = 14, got 15",
-                          [&] { run(x, codes, scale, mean, options); });
-    TensorView inside(codes.data(), DType::f32, {7, 9});
-    options.cos = &inside;
-    options.rope.offset = 3;
-    check_throws<Invalid>("quantize: out must not share memory with cos",
-                          [&] { run(x, codes, scale, mean, options); });
-    CHECK(codes == want && scale == want_scale && mean == want_mean, name_of(dtype));
-    options.cos = &c;
-    options.rope.interleaved = dtype == DType::f16;
-    options.rope.inverse = dtype == DType::bf16;
-    run(x, codes, scale, mean, options);
-    apply_rope(view_of(x), c, s, view_of(turned), options.rope);
-    run(turned, want, want_scale, want_mean, {});
-    CHECK(codes == want && scale == want_scale && mean == want_mean, name_of(dtype));
   }
 }
 

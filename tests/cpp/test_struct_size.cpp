@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuattn/c_api_float8.h"
+#include "cuattn/c_api_fused.h"
 #include "problem.h"
 #include "test.h"
 
@@ -230,26 +230,6 @@ TEST(rope_options_of_other_sizes) {
        },
        offsetof(cuattn_rope_options, seqlen_k), [](cuattn_rope_options& o) { o.interleaved = 1; },
        [](cuattn_rope_options& o) { o.seqlen_k = 8; }});
-}
-
-TEST(quantize_options_of_other_sizes) {
-  Result x = random_values(3 * 2 * 16), angles = random_values(9 * 2);
-  TensorView view(x.data(), DType::f32, {3, 2, 16}), tables(angles.data(), DType::f32, {9, 2});
-  DLTensor dx = view.dl(), dt = tables.dl();
-  check_sizes<cuattn_quantize_options>(
-      {"cuattn_quantize_options_init", cuattn_quantize_options_init,
-       [&](const cuattn_quantize_options* options, Result& result) {
-         std::vector<uint8_t> codes(x.size(), 0xFF);
-         float scale = -1.0f;
-         TensorView out(codes.data(), DType::e4m3, {3, 2, 16}), by(&scale, DType::f32, {1});
-         DLTensor d_out = out.dl(), d_by = by.dl();
-         cuattn_status status = cuattn_quantize(&dx, &d_out, &d_by, options, nullptr);
-         result.assign(codes.begin(), codes.end());
-         result.push_back(scale);
-         return status;
-       },
-       offsetof(cuattn_quantize_options, cos), [](cuattn_quantize_options& o) { o.hadamard = 1; },
-       [&](cuattn_quantize_options& o) { o.cos = o.sin = &dt; }});
 }
 
 TEST(norm_options_of_other_sizes) {

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantize and dequantize as the kernels receive them: rows of numbers to float8_e4m3fn codes and
 // back. stored = round((row - mean) R / scale), to nearest even, at most 448 (int8: 127); R is signs
-// times Hadamard matrices, or nothing. A row may be turned first, as apply_rope turns it, and is what
-// that rounds it to. Next: cpu/quantize.cpp.
+// times Hadamard matrices, or nothing. Next: cpu/quantize.cpp.
 #pragma once
 
 #include "cuattn/params/float8.h"
-#include "cuattn/params/fused.h"
 
 namespace cuattn {
 
@@ -46,11 +44,6 @@ struct QuantizeParams {
   const float* shift_mean;
   int64_t shift_mean_batch, shift_mean_head;
   int32_t shift_group;
-
-  // How a row is turned before all else: one head, in place, so that x and out are nullptr. cos:
-  // nullptr where rows stay.
-  RotateParams rope;
-  CUATTN_HOST_DEVICE bool turns() const { return rope.cos != nullptr; }
 };
 
 // The sign of channel i in R, by a hash: the same everywhere and for ever, because codes that are

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._rope import Turn
 from ..float8 import NUMBERS
 from .call import is_array, refuse
 from .fused import flag, number
@@ -123,84 +122,6 @@ def rotated(x: jax.Array) -> jax.Array:
     return x * np.float32(size**-0.5)
 
 
-def turned(op: str, wide: jax.Array, turn: Turn, x: jax.Array) -> jax.Array:
-    """Turn rows [batch, heads, rows, dim] as apply_rope does, rounded to the dtype of x."""
-    check_tables(op, turn.cos, turn.sin, wide.shape[-1])
-    flag(op, "rope_interleaved", turn.interleaved)
-    places = places_of(op, turn.positions, turn.keys, wide.shape, x.ndim, turn.cos.shape[0])
-    cos, sin = (jnp.asarray(table)[places][:, None] for table in turn[:2])
-    half = cos.shape[-1]
-    first, rest = wide[..., : 2 * half], wide[..., 2 * half :]
-    if turn.interleaved:
-        a, b = first[..., 0::2], first[..., 1::2]
-    else:
-        a, b = first[..., :half], first[..., half:]
-    found = a * cos - b * sin, b * cos + a * sin
-    if turn.interleaved:
-        both = jnp.stack(found, axis=-1).reshape(first.shape)
-    else:
-        both = jnp.concatenate(found, axis=-1)
-    return jnp.concatenate([both, rest], axis=-1).astype(x.dtype).astype(jnp.float32)
-
-
-def check_tables(op: str, cos: Any, sin: Any, dim: int) -> None:
-    """Raise for tables that the compiled module would not take either."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        if not is_array(table):
-            raise TypeError(
-                f"{op}: {name} must be an array, got {type(table).__name__}; pass that of "
-                "rope_table"
-            )
-        if table.dtype != jnp.float32:
-            raise ValueError(f"{op}: {name} must be float32, got {table.dtype}; cast it")
-        if table.ndim != 2:
-            raise ValueError(
-                f"{op}: {name} must have 2 axes [max_position, rotary_dim / 2], got {table.ndim} "
-                f"with shape {table.shape}; reshape it"
-            )
-    if sin.shape != cos.shape:
-        raise ValueError(
-            f"{op}: sin must have shape {cos.shape} like cos, got {sin.shape}; pass two of one "
-            "rope_table"
-        )
-    if not 1 <= cos.shape[1] <= dim // 2:
-        raise ValueError(
-            f"{op}: cos must have rotary_dim / 2 from 1 to head_dim / 2 = {dim // 2}, got "
-            f"{cos.shape[1]}; only rotary_dim elements of a row are turned"
-        )
-
-
-def places_of(
-    op: str, positions: Any, keys: int, sizes: tuple[int, ...], ndim: int, most: int
-) -> jax.Array:
-    """Return the row of the tables of each token, [batch, rows]."""
-    batch, _, rows, _ = sizes
-    if positions is not None:
-        if not is_array(positions):
-            raise TypeError(
-                f"{op}: rope_positions must be an array, got {type(positions).__name__}; give each "
-                "token its own in an int64 array"
-            )
-        tokens = (batch, rows) if ndim == 4 else (rows,)
-        if tuple(positions.shape) != tokens:
-            raise ValueError(
-                f"{op}: rope_positions must have shape {tokens} like the tokens of x, got "
-                f"{positions.shape}; give each token its own"
-            )
-        if positions.dtype not in (jnp.int32, jnp.int64):
-            raise ValueError(f"{op}: rope_positions must be int64, got {positions.dtype}; cast it")
-        places = jnp.asarray(positions).reshape(batch, rows)
-    else:
-        longest = rows if keys < 0 else keys
-        if longest > most:
-            raise ValueError(
-                f"{op}: cos must have a row for each of the {longest} tokens of a sequence, got "
-                f"{most}; make it longer, or give positions"
-            )
-        places = jnp.arange(rows)[None] + (longest - rows)
-    return jnp.clip(places, 0, most - 1)
-
-
 def heads_first(x: jax.Array, layout: str) -> jax.Array:
     """Order an array [batch, heads, rows, dim]."""
     if x.ndim == 3:
@@ -254,7 +175,6 @@ def quantize(
     mean: Any,
     shift_mean: Any,
     int8: bool,
-    turn: Turn | None,
     stream: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
@@ -265,8 +185,6 @@ def quantize(
         raise ValueError(f"{op}: x must be {NUMBERS_TEXT}, got {x.dtype}; cast it")
     flag(op, "hadamard", hadamard)
     wide = heads_first(x, layout).astype(jnp.float32)
-    if turn is not None:
-        wide = turned(op, wide, turn, x)
     if not isinstance(scale, tuple):
         scale = checked_scale(op, scale, wide.shape, channels)
     if mean is not None and not isinstance(mean, tuple):
