@@ -149,7 +149,9 @@ def ours(backend: str) -> Callable[[ParallelWorkload, Any], Prepared]:
             return one_rank(w, x, masks)
         options = {**masks, "layout": x.layout}
         options["scheme"] = backend if backend in SCHEMES else "auto"
-        choice = cuattn.parallel.explain(*seen(x), **options)
+        with torch.set_grad_enabled(w.kind == "training"):
+            choice = cuattn.parallel.explain(*seen(x), **options)
+        kernel = None if w.lengths else choice.scheme  # explain knows of no documents
         options["check"] = None if backend == "auto" else False
         ends = [cu_seqlens(w)] if w.lengths else []
         run = cuattn.parallel.attention_varlen if w.lengths else cuattn.parallel.attention
@@ -159,14 +161,16 @@ def ours(backend: str) -> Callable[[ParallelWorkload, Any], Prepared]:
 
         dout = x.shard(x.dout, dist.get_rank())
         call = finish(w, forward, x.mine, dout)
-        return Prepared(call, canonical=x.whole, kernel=choice.scheme)
+        return Prepared(call, canonical=x.whole, kernel=kernel)
 
     return prepare
 
 
 def seen(x: ParallelInputs) -> list[torch.Tensor]:
-    """Return the arrays of this rank as those of a dense call."""
-    return [array.unsqueeze(0) if x.axis == 0 else array for array in x.mine]
+    """Return the arrays of this rank as those of a dense call, which trains if it does."""
+    trains = x.w.kind == "training"
+    dense = [array.unsqueeze(0) if x.axis == 0 else array for array in x.mine]
+    return [array.detach().requires_grad_(trains) for array in dense]
 
 
 def one_rank(w: ParallelWorkload, x: ParallelInputs, masks: dict[str, Any]) -> Prepared:

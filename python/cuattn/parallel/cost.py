@@ -27,6 +27,7 @@ CALL_SECONDS = 150e-6  # of the host before the first kernel
 POST_SECONDS = 130e-6  # of the host for each exchange after the first
 PIECE_SECONDS = 150e-6  # of a call of few rows, which does not fill a device
 PACKED_BY_GROUPS = 4  # the time of packing some heads after the others, as that of all at once
+IN_PARTS = 1.05  # the time of gradients in parts, as those of one call
 BACKWARD = 2.8  # the time of gradients, as that of the way forth
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
@@ -223,8 +224,11 @@ def model(
     }
     if not shape.trains:
         return forth
+    # Of steps in a row the host does not show.
+    posts = {"gather": len(groups) - 1, "heads": 3, "ring": size - 1}
+    host = {scheme: CALL_SECONDS + POST_SECONDS * count for scheme, count in posts.items()}
     back = backward_seconds(shape, seqlen, size, speeds)
-    return {scheme: seconds + back[scheme] for scheme, seconds in forth.items()}
+    return {scheme: t - host[scheme] + back[scheme] for scheme, t in forth.items()}
 
 
 def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> dict[str, float]:
@@ -237,12 +241,13 @@ def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> di
     keys = shape.key_bytes(seqlen / size)
     sums = keys / shape.itemsize * 4
     again = (size - 1) * keys / speeds.bytes
+    host = CALL_SECONDS + 3 * POST_SECONDS
     exchanges = heads_seconds(shape, seqlen, size, speeds) - work_of(shape, seqlen, size, speeds)
     sent = (size - 1) * sums / speeds.bytes
     return {
-        "gather": speeds.parts * work + again + sent + 16 * size * sums / COPY_BYTES,
-        "heads": work + exchanges,
-        "ring": speeds.parts * work
+        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES,
+        "heads": work + exchanges - host,
+        "ring": IN_PARTS * work
         + max(again - work, 0.0)
         + sent
         + 14 * (size - 1) * sums / COPY_BYTES,
