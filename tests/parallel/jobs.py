@@ -160,9 +160,9 @@ def by_buffers(ranks, job, *arguments):
     with reading(ranks) as peers:
         globals()[job](ranks, *arguments)
         assert peers is not None
-        assert peers.bytes > 0
+        assert peers.messages > 0
         if isinstance(peers, SharedPeers):
-            assert peers.meetings >= 2
+            assert peers.meetings == 2 * peers.messages
             assert peers.copies == 0
 
 

@@ -29,12 +29,10 @@ class SharedPeers:
         self.folder = names[0]
         self.maps, self.copies = [], 0  # which nobody has waited for
 
-    def can_hold(self, num_bytes):
-        return True
+    def allocate(self, num_bytes):
+        return num_bytes
 
-    def grow(self, num_bytes):
-        if num_bytes <= self.bytes:
-            return
+    def share(self, num_bytes):
         self.grown += 1
         files = [os.path.join(self.folder, f"{self.grown}.{r}") for r in range(self.size)]
         with open(files[self.rank], "wb") as file:
@@ -49,6 +47,12 @@ class SharedPeers:
     def view(self, rank, first, shape, dtype):
         count = torch.Size(shape).numel() * dtype.itemsize
         return self.maps[rank][first : first + count].view(dtype).view(shape)
+
+    def enter(self):
+        pass
+
+    def leave(self):
+        self.meet()
 
     def meet(self):
         self.meetings += 1
@@ -77,9 +81,25 @@ def reading(ranks, reads=True):
         team.peers = None
     elif own is None and torch.get_default_device().type == "cpu":
         team.peers = SharedPeers(ranks)
+    used = team.peers
+    if used is not None:
+        count_messages(used)
     try:
-        yield team.peers
+        yield used
     finally:
-        used, team.peers = team.peers, own
+        team.peers = own
+        if used is not None:
+            del used.enter
         if isinstance(used, SharedPeers) and ranks.rank == 0:
             os.rmdir(used.folder)
+
+
+def count_messages(used):
+    """Count the messages that begin, as `used.messages`."""
+    enter, used.messages = used.enter, 0
+
+    def counted():
+        used.messages += 1
+        enter()
+
+    used.enter = counted

@@ -15,6 +15,7 @@ frameworks.require("torch")
 
 from cuattn.parallel import Layout  # noqa: E402
 from cuattn.parallel.cost import (  # noqa: E402
+    ENGINES,
     SCHEMES,
     Shape,
     Speeds,
@@ -64,14 +65,14 @@ def test_the_model_says_what_two_gpus_took(row):
     assert found.scheme == BETTER_IN_A_ROW.get(row, found.scheme)
 
 
-# Two H200s, the same shapes by zigzag: of a step with gradients (benchmarks/results/parallel.json).
+# Two H200s, the same shapes: a step with gradients (docs/notes/20261129-copy-engines.md).
 TRAINING = {32768: (24.5, 18.5, 15.5, 14.5), 131072: (387.0, 216.0, 213.0, 207.0)}
 
 
 @pytest.mark.parametrize("seqlen", TRAINING)
 def test_the_model_says_what_training_took(seqlen):
     one, gather, ring, heads = TRAINING[seqlen]
-    found = choice_of(shape_of(trains=True), seqlen)
+    found = choice_of(shape_of(trains=True), seqlen, speeds=ENGINES)
     took = {"gather": gather, "ring": ring, "heads": heads}
     assert found.alone * 1e3 == pytest.approx(one, rel=0.12)
     for scheme, seconds in found.seconds.items():
@@ -89,6 +90,18 @@ def test_documents_that_many_chunks_cut_go_by_no_ring():
     found = choice_of(shape, int(begins[-1]))
     assert found.scheme != "ring"
     assert found.seconds["ring"] > 2 * found.seconds[found.scheme]
+
+
+@pytest.mark.parametrize("seqlen", [8192, 32768, 131072])
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+def test_copy_engines_bring_all_heads_at_once(heads, seqlen):
+    """Two calls of attention and packing by groups cost more than what they would hide."""
+    for masks in ({"causal": True}, {"causal": False, "in_order": True}):
+        found = choice_of(shape_of(*heads, **masks), seqlen, speeds=ENGINES)
+        assert found.groups == (heads[1],)
+        if seqlen > 8192 and heads == (16, 16):
+            assert found.scheme == "ring"
+    assert "by the model of two H200s and their copy engines" in str(found)
 
 
 def test_a_short_sequence_is_gathered_at_once():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each scheme would take, and which one is chosen: formulas in docs/parallel.md.
 
-Speeds are those of two H100s and their NVLink until `calibrate` has measured them; what the host
-takes and copies was measured there, too (docs/notes). Next: attention.py.
+Speeds are those of two H100s and their NVLink, and of the copy engines of two H200s, until
+`calibrate` has measured them; what the host takes and copies was measured there, too (docs/notes).
+Next: attention.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ POST_SECONDS = 130e-6  # of the host for each exchange after the first
 PIECE_SECONDS = 150e-6  # of a call of few rows, which does not fill a device
 PACKED_BY_GROUPS = 4  # the time of packing some heads after the others, as that of all at once
 IN_PARTS = 1.05  # the time of gradients in parts, as those of one call
+IN_GROUPS = 1.09  # the time of attention by two groups of heads, as that of all at once
 BACKWARD = 2.8  # the time of gradients, as that of the way forth
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
@@ -40,7 +42,13 @@ class Speeds(NamedTuple):
     bytes: float = 229e9  # that a rank sends and receives, each second
     latency: float = 18e-6  # of the smallest exchange
     tiles: int = 132  # that a device works on at a time
-    parts: float = 1.05  # the time of attention in parts beside what moves, as that of one call
+    parts: float = 1.05  # the time of a ring's attention beside what moves, as that of one call
+    reads: float = 0.0  # bytes that come by copy engines, each second; 0: NCCL brings them
+
+    @property
+    def comes(self) -> float:
+        """The bytes of keys that come to a rank of gather or ring, each second."""
+        return self.reads or self.bytes
 
 
 ENGINES = Speeds(
@@ -169,10 +177,10 @@ def gather_seconds(
     Keys are packed, moved and put in order. However few its heads are, a group takes as long as a
     tile of rows against all keys.
     """
-    work = work_of(shape, seqlen, size, speeds) * (speeds.parts if len(groups) > 1 else 1.0)
+    work = work_of(shape, seqlen, size, speeds) * (IN_GROUPS if len(groups) > 1 else 1.0)
     own = shape.key_bytes(seqlen / size)
     packed = 2 * own / COPY_BYTES * (1 if len(groups) == 1 else PACKED_BY_GROUPS)
-    brought = packed + (size - 1) * own / speeds.bytes
+    brought = packed + (size - 1) * own / speeds.comes
     ordered = 0.0 if shape.in_order else 2 * size * own / COPY_BYTES
     least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
     here = done = CALL_SECONDS + POST_SECONDS * (len(groups) - 1)
@@ -201,7 +209,7 @@ def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     """Return the time of all steps: each attends beside the next exchange, and merges."""
     rows = seqlen / size
     step = speeds.parts * work_of(shape, seqlen, size, speeds) / size
-    hop = shape.key_bytes(rows) / speeds.bytes + speeds.latency
+    hop = shape.key_bytes(rows) / speeds.comes + speeds.latency
     results = rows * shape.batch * shape.heads_q * shape.dims / 2
     merge = 0.75 * results * 12 / MERGE_BYTES
     rounded = results * (4 + shape.itemsize) / COPY_BYTES if shape.itemsize < 4 else 0.0
@@ -240,17 +248,20 @@ def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> di
     work = BACKWARD * work_of(shape, seqlen, size, speeds)
     keys = shape.key_bytes(seqlen / size)
     sums = keys / shape.itemsize * 4
-    again = (size - 1) * keys / speeds.bytes
+    again = (size - 1) * keys / speeds.comes
     host = CALL_SECONDS + 3 * POST_SECONDS
     exchanges = heads_seconds(shape, seqlen, size, speeds) - work_of(shape, seqlen, size, speeds)
     sent = (size - 1) * sums / speeds.bytes
+    in_gather, in_ring = (PIECE_SECONDS * count for count in shape.pieces)
+    in_gather *= min(MOST_GROUPS, shape.heads_kv)
     return {
-        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES,
+        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES + in_gather,
         "heads": work + exchanges - host,
         "ring": IN_PARTS * work
         + max(again - work, 0.0)
         + sent
-        + 14 * (size - 1) * sums / COPY_BYTES,
+        + 14 * (size - 1) * sums / COPY_BYTES
+        + in_ring,
     }
 
 
@@ -336,9 +347,10 @@ def calibrate(
     Returns
     -------
     dict
-        "flops" and "bytes", each a second; "latency", seconds of a small exchange among others
-        behind it; "tiles", the multiprocessors of a device, 1 on the CPU; "parts", not measured:
-        how many times as long attention takes in parts beside what moves.
+        "flops", "bytes" and "reads" (of keys, by copy engines where there are), each a second;
+        "latency", seconds of a small exchange among others behind it; "tiles", the multiprocessors
+        of a device, 1 on the CPU; "parts", not measured: how many times as long the attention of a
+        ring takes beside what moves.
     """
     team = team_of("parallel.calibrate", group)
     is_cuda = team.has_nccl()
@@ -352,32 +364,40 @@ def calibrate(
     box = message.new_empty(team.size * num_bytes)
 
     team.free_bytes(where)  # which finds out how keys move
+    reads = team.peers is not None and team.peers.device == where
 
     def move() -> None:
-        if team.peers is None:
-            gather_into(box, message, team.group)
-            return
-        keys, values = message.view(-1, 1, 128).chunk(2, -1)
-        sent = Message(team.peers, team.rank, [(keys, values)], len(keys))
-        others = [rank for rank in range(team.size) if rank != team.rank]
-        boxes = [sent.empty(0, len(keys)) for _ in others]
-        for rank, into in zip(others, boxes, strict=True):
-            team.peers.wait(sent.fetch([(into, rank, 0, (0, len(into)))]))
-        sent.close()
+        gather_into(box, message, team.group)
 
     moved = seconds_of(where, move)
+    read = seconds_of(where, lambda: read_rows(team, message)) if reads else moved
     message, box = message[:128], box[: team.size * 128]
     latency = seconds_of(where, move)
-    own = torch.tensor([work, moved, latency], dtype=torch.float64, device="cpu")
-    work, moved, latency = team.gather_on_host(own).amax(0).tolist()
+    own = torch.tensor([work, moved, read, latency], dtype=torch.float64, device="cpu")
+    work, moved, read, latency = team.gather_on_host(own).amax(0).tolist()
     flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / work
-    rate = max(team.size - 1, 1) * num_bytes / max(moved - latency, moved / 2)
+    sent = max(team.size - 1, 1) * num_bytes
+    rates = [sent / max(t - latency, t / 2) for t in (moved, read)]
     tiles = 1
     if where.type == "cuda":
         tiles = torch.cuda.get_device_properties(where).multi_processor_count
-    parts = (Speeds() if team.peers is None else ENGINES).parts
-    team.speeds = Speeds(flops, rate, latency, tiles, parts)
+    parts = (ENGINES if reads else Speeds()).parts
+    team.speeds = Speeds(flops, rates[0], latency, tiles, parts, rates[1])
     return team.speeds._asdict()
+
+
+def read_rows(team: Any, message: torch.Tensor) -> None:
+    """Read what all other ranks have, of as many bytes, by copy engines."""
+    keys, values = message.view(-1, 1, 128).chunk(2, -1)
+    peers = team.peers_with(message.numel())
+    if peers is None:
+        return
+    sent = Message(peers, team.rank, [(keys, values)], len(keys))
+    for rank in range(team.size):
+        if rank != team.rank:
+            into = sent.empty(0, len(keys))
+            peers.wait(sent.fetch([(into, rank, 0, (0, len(keys)))]))
+    sent.close()
 
 
 def seconds_of(device: torch.device, run: Any) -> float:

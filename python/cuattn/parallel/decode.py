@@ -18,7 +18,7 @@ import cuattn
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._tracing import keep_out_of_graphs
 from .check import Said, agree
-from .plan import KEPT, shape_words
+from .plan import KEPT, TAKEN, shape_words
 from .team import gather_into, team_of
 
 if TYPE_CHECKING:
@@ -274,6 +274,10 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
         raise ValueError(
             f"{function}: q must be a tensor [num_seqs, num_heads_q, head_dim], got {got}; several "
             "queries a sequence go by parallel.attention_varlen"
+        )
+    if q.dtype not in TAKEN:
+        raise ValueError(
+            f"{function}: q must be float32, float16 or bfloat16, got {q.dtype}; cast it"
         )
     if given["reduce"] not in ("heads", "all"):
         raise ValueError(f"{function}: reduce must be 'heads' or 'all', got {given['reduce']!r}")

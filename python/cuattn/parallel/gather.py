@@ -100,8 +100,9 @@ class Gather(Scheme):
             ]
             return box, message.fetch(of_others, free)
 
+        coming: list[tuple[Tensor, Any]] = []
         try:
-            coming = [post(group) for group in range(len(pairs[:2]))]
+            coming += [post(group) for group in range(len(pairs[:2]))]
             for index in range(len(pairs)):
                 with labelled(f"cuattn.parallel.gather.{index}"):
                     box, mark = coming.pop(0)

@@ -52,23 +52,34 @@ class Peers:
         self._buffer: Any = None
         self._memory: Any = None
         self._views: dict[Any, Tensor] = {}
+        self._is_captured = False  # a graph holds the addresses of these buffers
+        self._kept: list[Any] = []  # buffers of which graphs do
+        self._last: Any = None  # the stream of the last message, and when it was done
 
-    def can_hold(self, num_bytes: int) -> bool:
-        """Whether a message of so many bytes can be made now; alike on all ranks."""
-        return num_bytes <= self.bytes or not torch.cuda.is_current_stream_capturing()
-
-    def grow(self, num_bytes: int) -> None:
-        """Have a buffer of so many bytes; all ranks call it together."""
-        if num_bytes <= self.bytes:
-            return
+    def allocate(self, num_bytes: int) -> Any:
+        """Make a buffer of so many bytes, and some more, for `share`."""
         import torch.distributed._symmetric_memory as symmetric
 
-        torch.cuda.synchronize(self.device)  # the streams wait until all have read the old one
+        step = max(1 << 21, 1 << max(num_bytes.bit_length() - 4, 0))
+        rounded = -(-num_bytes // step) * step
+        with torch.inference_mode(False):
+            try:
+                return symmetric.empty(rounded, dtype=torch.uint8, device=self.device)
+            except RuntimeError:  # what torch keeps for itself may be in the way
+                torch.cuda.empty_cache()
+                return symmetric.empty(rounded, dtype=torch.uint8, device=self.device)
+
+    def share(self, buffer: Any) -> None:
+        """Take such a buffer; all ranks call it together."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        memory = symmetric.rendezvous(buffer, self.group_name)
+        torch.cuda.synchronize(self.device)  # all have read the old one when the streams are done
+        if self._is_captured:
+            self._kept.append((self._buffer, self._memory))
         self._views.clear()
-        self._buffer = self._memory = None
-        self._buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._memory = symmetric.rendezvous(self._buffer, self.group_name)
-        self.bytes = num_bytes
+        self._buffer, self._memory, self.bytes = buffer, memory, buffer.numel()
+        self._is_captured = False
 
     def view(self, rank: int, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an array in the buffer of a rank, from a byte on."""
@@ -77,8 +88,25 @@ class Peers:
             if len(self._views) >= KEPT:
                 self._views.clear()
             place = first // dtype.itemsize
-            self._views[key] = self._memory.get_buffer(rank, key[2], dtype, place)
+            with torch.inference_mode(False):  # it is written in other modes, too
+                self._views[key] = self._memory.get_buffer(rank, key[2], dtype, place)
         return self._views[key]
+
+    def enter(self) -> None:
+        """Begin a message on the current stream: behind the one before, whatever its stream."""
+        stream = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+        elif self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+
+    def leave(self) -> None:
+        """End a message: the current stream waits for all copies, also where a call failed."""
+        stream = torch.cuda.current_stream()
+        stream.wait_stream(self.stream)
+        self.meet()
+        if not torch.cuda.is_current_stream_capturing():
+            self._last = stream, stream.record_event()
 
     def meet(self) -> None:
         """Have the current stream wait until those of all ranks are here."""
@@ -110,8 +138,8 @@ class Message:
         """Pack pairs of keys and values, and meet the others; `most`: rows of the longest rank."""
         self.peers, self.rank, self.dtype = peers, rank, pairs[0][0].dtype
         self.shapes = [shape_of(*pair) for pair in pairs]
-        self.firsts, size = places_of(self.shapes, most, self.dtype)
-        peers.grow(size)
+        self.firsts, _ = places_of(self.shapes, most, self.dtype)
+        peers.enter()
         for index, pair in enumerate(pairs):
             torch.cat(pair, -1, out=self.of(rank, index, (0, len(pair[0]))))
         peers.meet()  # here: beside attention that keeps all multiprocessors it would wait for it
@@ -136,8 +164,8 @@ class Message:
         return self.peers.copy(pairs, self.peers.now() if after is None else after)
 
     def close(self) -> None:
-        """Keep the buffer until all ranks have read it; behind all that was waited for."""
-        self.peers.meet()
+        """Keep the buffer until all ranks have read it."""
+        self.peers.leave()
 
 
 def shape_of(keys: Tensor, values: Tensor) -> torch.Size:
@@ -161,5 +189,5 @@ def make_peers(group: Any, device: torch.device, timeout: Any) -> Peers:
     """
     milliseconds = FOREVER if timeout is None else int(timeout.total_seconds() * 1000)
     peers = Peers(group, device, milliseconds)
-    peers.grow(ALIGN)
+    peers.share(peers.allocate(ALIGN))
     return peers

@@ -204,13 +204,13 @@ class Scheme:
 
     def peers_for(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Peers | None:
         """Return the buffers by which rows of all ranks travel; None: torch.distributed moves."""
-        peers: Peers | None = None if self.team is None else self.team.peers
         keys = pairs[0][0]
-        if peers is None or peers.device != keys.device:
+        if self.team is None or self.team.peers is None or self.team.peers.device != keys.device:
             return None
-        most = most_rows(self.layout)
-        size = places_of([shape_of(*pair) for pair in pairs], most, keys.dtype)[1]
-        return peers if size > 0 and peers.can_hold(size) else None
+        shapes = [shape_of(*pair) for pair in pairs]
+        size = places_of(shapes, most_rows(self.layout), keys.dtype)[1]
+        found: Peers | None = self.team.peers_with(size) if size > 0 else None
+        return found
 
     def keep_keys_whole(self, call: Call) -> None:
         """Have a forward call not split its keys, as the whole, of more rows or heads, does not."""

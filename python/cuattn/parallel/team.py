@@ -118,6 +118,27 @@ class Team:
         else:
             self.transport = f"NCCL: ranks cannot read each other's memory here ({why})"
 
+    def peers_with(self, num_bytes: int) -> Any:
+        """Return buffers of so many bytes; None where a rank has no memory left for its own.
+
+        All ranks ask alike. A graph that is captured takes them as they are.
+        """
+        if self.peers is None or num_bytes <= self.peers.bytes:
+            return self.peers
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return None
+        buffer, why = None, ""
+        try:
+            buffer = self.peers.allocate(num_bytes)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+        if bool(self.gather_on_host(torch.tensor([buffer is not None], device="cpu")).all()):
+            self.peers.share(buffer)
+        else:
+            self.peers = None
+            self.transport = f"NCCL: a rank had no memory for a buffer of {num_bytes} bytes ({why})"
+        return self.peers
+
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""
         return self.ranks[(self.rank + step) % self.size]
