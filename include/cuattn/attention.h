@@ -423,8 +423,9 @@ inline void paged_plan(const TensorView& block_tables, const TensorView& context
 
 // Merges two attention results over disjoint keys into the result over their union:
 // out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b)). A side with lse = -inf
-// has no keys. Of float32 parts out may be float16 or bfloat16. Layouts bshd and bhsd have outs of 4 axes, nhd [n, num_heads, head_dim] with lse [n,
-// num_heads], thd [total, num_heads, head_dim] with lse [num_heads, total].
+// has no keys. Of float32 parts out may be float16 or bfloat16. Layouts bshd and bhsd have outs of 4
+// axes, nhd [n, num_heads, head_dim] with lse [n, num_heads], thd [total, num_heads, head_dim] with
+// lse [num_heads, total].
 inline void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                          const TensorView& lse_b, const TensorView& out,
                          const TensorView* lse_out = nullptr, Layout layout = Layout::bshd,

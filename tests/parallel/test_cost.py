@@ -104,6 +104,29 @@ def test_copy_engines_bring_all_heads_at_once(heads, seqlen):
     assert "by the model of two H200s and their copy engines" in str(found)
 
 
+def test_engines_count_for_the_keys_of_gather_and_ring_alone():
+    """NCCL moves what heads exchanges, and the sums of gradients."""
+    for shape in (shape_of(), shape_of(trains=True)):
+        nccl, engines = (model(shape, 32768, 2, x, (16,)) for x in (Speeds(), ENGINES))
+        assert engines["heads"] == nccl["heads"]
+        assert engines["gather"] < nccl["gather"]
+        assert engines["ring"] < nccl["ring"]
+
+
+def test_gradients_of_documents_count_their_calls():
+    begins = np.arange(0, 131073, 4096)
+    shape = shape_of(trains=True)
+    cut = shape_of_documents(shape, begins, Layout.balanced(begins, 2))
+    whole = dataclasses.replace(cut, pieces=(0.0, 0.0))
+    forth = [dataclasses.replace(x, trains=False) for x in (cut, whole)]
+    for scheme in ("gather", "ring"):
+        both, way = (
+            [model(x, 131072, 2, ENGINES, (16,))[scheme] for x in pair]
+            for pair in ((cut, whole), forth)
+        )
+        assert both[0] - both[1] >= 2 * (way[0] - way[1]) > 0
+
+
 def test_a_short_sequence_is_gathered_at_once():
     for heads in ((16, 16), (32, 8)):
         found = choice_of(shape_of(*heads), 8192)

@@ -124,6 +124,18 @@ def test_a_call_on_another_stream_waits_for_the_last(device):
     again.wait_event.assert_not_called()
 
 
+def test_the_end_of_a_message_waits_for_copies_that_nobody_waited_for(device):
+    """Of a call that failed: its arrays are freed behind it."""
+    found = made()
+    message = peers.Message(found, 0, [(torch.ones(2, 1, 4), torch.ones(2, 1, 4))], 2)
+    message.fetch([(message.empty(0, 2), 1, 0, (0, 2))])
+    order = []
+    device.stream.wait_stream.side_effect = lambda stream: order.append(stream)
+    found.meet = mock.Mock(side_effect=lambda: order.append("meet"))
+    message.close()
+    assert order == [found.stream, "meet"]
+
+
 def run_out_of_memory(ranks):
     """One rank has no memory for its buffer: all go on without, and say why."""
     team = Team(ranks.group)
@@ -145,3 +157,43 @@ def test_all_ranks_go_on_by_nccl_where_one_has_no_memory(gloo):
         x[2].startswith("NCCL: a rank had no memory for a buffer of 101 bytes") for x in found
     )
     assert "(out of memory)" in found[1][2]
+
+
+def calibrate_beside_buffers_of_gpus(ranks):
+    """Arrays of the CPU go by the group, whatever GPUs of these ranks could read."""
+    from cuattn.parallel import calibrate
+    from cuattn.parallel.team import team_of
+
+    team = team_of("calibrate", ranks.group)
+    team.peers = types.SimpleNamespace(device=torch.device("cuda", 0), bytes=0)
+    try:
+        found = calibrate(
+            ranks.group, num_heads=1, head_dim=32, seqlen=64, num_bytes=200, device="cpu"
+        )
+    finally:
+        team.peers = team.speeds = None
+    return found
+
+
+def test_the_cpu_is_calibrated_beside_buffers_of_gpus(gloo):
+    for found in gloo.run(2, calibrate_beside_buffers_of_gpus):
+        assert found["reads"] == found["bytes"] > 0
+
+
+def decode_codes(ranks):
+    """Float8 queries are refused before anything is sent."""
+    from cuattn.parallel import paged_attention
+
+    cache = torch.zeros(2, 8, 2, 32).to(torch.float8_e4m3fn)
+    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    q = torch.zeros(1, 4, 32).to(torch.float8_e4m3fn)
+    try:
+        paged_attention(q, cache, cache, table, lens, group=ranks.group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_decode_over_ranks_refuses_codes(gloo):
+    for said in gloo.run(2, decode_codes):
+        assert "q must be float32, float16 or bfloat16, got torch.float8_e4m3fn; cast it" in said

@@ -175,7 +175,8 @@ def run(given: dict[str, Any]) -> Tensor:
     share = Share(num_seqs, num_heads, head_dim, 1 if takes_all else team.size)
     message = q.new_empty(share.ranks, share.elements, dtype=torch.float32)
     part, lse = (x[0] for x in share.views(message))
-    if not takes_all or wide != torch.float32:
+    is_packed = takes_all and wide == torch.float32  # as it is written
+    if not is_packed:
         part = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     options = {name: given[name] for name in ("kv_layout", "scale", "softcap", *SCALES)}
@@ -185,7 +186,7 @@ def run(given: dict[str, Any]) -> Tensor:
         sinks=sinks if team.rank == 0 else None, causal=False, return_lse=True, out=part,
         lse_out=lse,
     )  # fmt: skip
-    if not takes_all or wide != torch.float32:
+    if not is_packed:
         for to, x in zip(share.views(message), (part, lse), strict=True):
             to.copy_(x.unflatten(1, (share.ranks, -1)).movedim(1, 0))
     box = message.new_empty(team.size, share.elements)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .attend import attend, heads_of, tokens_of
 from .exchange import Gathered, exchange, in_order, most_rows
 from .layout import Layout
-from .peers import Message, Peers
+from .peers import Message
 from .schemes import Gradients, Scheme, empty_result, labelled
 
 MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
@@ -35,6 +35,29 @@ def places_in_box(layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, int
         return (), tuple(runs)
     begins = tuple(rank * most_rows(layout) for rank in range(layout.size))
     return begins, tuple((r, begins[r], 0, layout.rows(r)) for r in range(layout.size))
+
+
+class Read:
+    """Rows of a group of heads that copy engines bring; `wait` as that of `Gathered`."""
+
+    def __init__(self, message: Message, layout: Layout, group: int) -> None:
+        self.peers, self.layout = message.peers, layout
+        self.begins, moves = places_in_box(layout)
+        rows = layout.size * most_rows(layout) if self.begins else layout.seqlen
+        self.box = box = message.empty(group, rows)
+        free = self.peers.now()
+        of_others = []
+        for rank, to, row, n in moves:
+            if rank == message.rank:  # here: beside attention it would be slow
+                box[to : to + n].copy_(message.of(rank, group, (row, n)))
+            else:
+                of_others.append((box[to : to + n], rank, group, (row, n)))
+        self.mark = message.fetch(of_others, free)
+
+    def wait(self) -> Tensor:
+        """Return [seqlen, ...]; a copy where runs are many."""
+        self.peers.wait(self.mark)
+        return in_order(self.layout, self.box, list(self.begins)) if self.begins else self.box
 
 
 class Gather(Scheme):
@@ -60,59 +83,27 @@ class Gather(Scheme):
         k_rows, v_rows = (x.movedim(axis, 0) for x in (k, v))
         pairs = [(heads_of(k_rows, heads), heads_of(v_rows, heads)) for _, heads in groups]
         peers = self.peers_for(pairs)
+        message = None
         if peers is not None:
-            boxes = self.read_arrivals(peers, pairs)
-            for (q_heads, kv_heads), box in zip(groups, boxes, strict=True):
-                whole = box.movedim(0, axis)
-                yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
-            return
+            message = Message(peers, self.rank, pairs, most_rows(self.layout))
 
-        def post(heads: slice) -> Gathered:
-            packed = torch.cat([heads_of(k, heads), heads_of(v, heads)], -1)
+        def post(group: int) -> Gathered | Read:
+            if message is not None:
+                return Read(message, self.layout, group)
             assert self.team is not None
-            return Gathered(self.team, self.layout, packed.movedim(axis, 0))
+            return Gathered(self.team, self.layout, torch.cat(pairs[group], -1))
 
-        coming = [post(kv_heads) for _, kv_heads in groups[:2]]
-        for index, (q_heads, kv_heads) in enumerate(groups):
-            with labelled(f"cuattn.parallel.gather.{index}"):
-                whole = coming.pop(0).wait().movedim(0, axis)
-            if index + 2 < len(groups):
-                coming.append(post(groups[index + 2][1]))
-            yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
-
-    def read_arrivals(self, peers: Peers, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Read groups of heads from the other ranks, two ahead; `pairs`: own keys and values."""
-        layout = self.layout
-        most = most_rows(layout)
-        begins, moves = places_in_box(layout)
-        message = Message(peers, self.rank, pairs, most)
-
-        def post(group: int) -> tuple[Tensor, Any]:
-            box = message.empty(group, layout.size * most if begins else layout.seqlen)
-            free = peers.now()
-            for rank, to, row, n in moves:  # the own rows here: beside attention they would be slow
-                if rank == self.rank:
-                    box[to : to + n].copy_(message.of(rank, group, (row, n)))
-            of_others = [
-                (box[to : to + n], rank, group, (row, n))
-                for rank, to, row, n in moves
-                if rank != self.rank
-            ]
-            return box, message.fetch(of_others, free)
-
-        coming: list[tuple[Tensor, Any]] = []
         try:
-            coming += [post(group) for group in range(len(pairs[:2]))]
-            for index in range(len(pairs)):
+            coming = [post(group) for group in range(len(groups[:2]))]
+            for index, (q_heads, kv_heads) in enumerate(groups):
                 with labelled(f"cuattn.parallel.gather.{index}"):
-                    box, mark = coming.pop(0)
-                    peers.wait(mark)
-                    box = in_order(layout, box, list(begins)) if begins else box
-                if index + 2 < len(pairs):
+                    whole = coming.pop(0).wait().movedim(0, axis)
+                if index + 2 < len(groups):
                     coming.append(post(index + 2))
-                yield box
+                yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
         finally:
-            message.close()
+            if message is not None:
+                message.close()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
