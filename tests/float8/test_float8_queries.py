@@ -232,10 +232,10 @@ def test_bits_do_not_depend_on_the_batch(device, backend, rng):
 
 def on_256_bytes(memory):
     """What is left of memory behind the first byte that a workspace may start on."""
-    held = getattr(memory, "values", memory)
-    if hasattr(held, "data_ptr"):
-        at = held.data_ptr()
+    if hasattr(memory, "data_ptr"):  # of torch, whose arrays have a method named values
+        at = memory.data_ptr()
     else:
+        held = getattr(memory, "values", memory)
         where = getattr(held, "__cuda_array_interface__", None) or held.__array_interface__
         at = where["data"][0]
     return memory[-at % 256 :]
