@@ -14,6 +14,7 @@ import pytest
 
 import builds
 import cuattn
+import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -49,6 +50,14 @@ def build(source, directory, *definitions):
     return directory
 
 
+# Where no GPU will run the CUDA cases they are compiled, but not optimised, nor for several GPUs.
+QUICK = (
+    f"-DCMAKE_PROJECT_cuattn_tests_INCLUDE={ROOT / 'tests' / 'cuattn_tests_quick.cmake'}",
+    "-DCMAKE_CUDA_ARCHITECTURES=90-virtual",
+    "-DCMAKE_CUDA_FLAGS=-Xcicc=-O0 -Xptxas=-O0",
+)
+
+
 @pytest.fixture(scope="module")
 def tests_build(pytestconfig, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
@@ -56,7 +65,10 @@ def tests_build(pytestconfig, tmp_path_factory):
         folder = folder.parent  # all workers of pytest-xdist have this one
     with builds.one_at_a_time(folder / "cuattn_tests"):
         return build(
-            ROOT / "tests" / "cpp", folder / "cuattn_tests", f"-Dcuattn_DIR={cuattn.cmake_dir()}"
+            ROOT / "tests" / "cpp",
+            folder / "cuattn_tests",
+            f"-Dcuattn_DIR={cuattn.cmake_dir()}",
+            *(QUICK if harness.why_no_cuda() else ()),
         )
 
 
