@@ -240,6 +240,21 @@ def test_jax_takes_scales_of_some_heads(rng):
     assert (found == expected).all()
 
 
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4), (2, 4, 2)])
+def test_jax_divides_by_scales(shape, rng):
+    """Half of the values lie between two codes but for the rounding of a quotient."""
+    jnp = pytest.importorskip("jax.numpy")
+    scale = rng.uniform(0.01, 0.02, shape).astype(np.float32)
+    ties = (17 + 2 * rng.integers(0, 8, (2, 256, 4, 32))) / np.float32(16)
+    rows = {3: lambda: scale.repeat(128, 2).swapaxes(1, 2)}.get(
+        len(shape), lambda: scale[..., None, :]
+    )
+    x = (ties * rows()[..., None]).astype(np.float32)
+    expected = cuattn.quantize_like(x, scale).view(np.uint8)
+    found = np.asarray(cuattn.quantize_like(jnp.asarray(x), jnp.asarray(scale))).view(np.uint8)
+    assert (found == expected).all()
+
+
 def test_what_smoothing_does_not_go_with():
     found = cuattn.quantize(X, X, X)
     for name, value in (("softcap", 30.0), ("sinks", ones(2)), ("scale", 1.0), ("layout", "bhsd")):

@@ -205,7 +205,10 @@ def quantize(
     if isinstance(scale, tuple):
         sizes = largest(wide, scale, channels)
         scale = made_scale = jnp.where(sizes == 0, 1.0, jnp.maximum(sizes / most, LEAST))
-    codes = jnp.clip(wide / spread(scale, wide.shape, channels), -most, most)
+    # XLA takes the quotient by what is only broadcast for a product with its reciprocal, which is a rounding
+    # apart: here and there another code.
+    divisor = jnp.where(jnp.isnan(wide), jnp.nan, spread(scale, wide.shape, channels))
+    codes = jnp.clip(wide / divisor, -most, most)
     if int8:
         codes = jnp.round(jnp.where(jnp.isnan(codes), 0.0, codes))
     codes = as_given(codes.astype(jnp.int8 if int8 else jnp.float8_e4m3fn), x.ndim, layout)
