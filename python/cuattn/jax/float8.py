@@ -205,8 +205,8 @@ def quantize(
     if isinstance(scale, tuple):
         sizes = largest(wide, scale, channels)
         scale = made_scale = jnp.where(sizes == 0, 1.0, jnp.maximum(sizes / most, LEAST))
-    # XLA takes the quotient by what is only broadcast for a product with its reciprocal, which is a rounding
-    # apart: here and there another code.
+    # XLA makes of a quotient by what is only broadcast a product with its reciprocal, which is a
+    # rounding apart: here and there another code.
     divisor = jnp.where(jnp.isnan(wide), jnp.nan, spread(scale, wide.shape, channels))
     codes = jnp.clip(wide / divisor, -most, most)
     if int8:
