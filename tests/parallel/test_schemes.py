@@ -35,6 +35,8 @@ def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, batch, pool, s
         (4, "any_length", ()),
         (2, "documents", ()),
         (4, "gradients", ()),
+        (2, "decode", ()),
+        (4, "decode", ()),
     ],
 )
 def test_keys_are_read_from_the_memory_of_other_ranks(size, job, arguments, pool, seed):
@@ -43,8 +45,12 @@ def test_keys_are_read_from_the_memory_of_other_ranks(size, job, arguments, pool
 
 
 @pytest.mark.gpu
-def test_keys_move_by_nccl_where_ranks_share_no_host(nccl, seed):
-    nccl.run(2, jobs.by_nccl, "masks_and_layouts", seed, "bfloat16", (8, 2), 512, 1)
+@pytest.mark.parametrize(
+    ("job", "arguments"),
+    [("masks_and_layouts", ("bfloat16", (8, 2), 512, 1)), ("decode", ())],
+)
+def test_keys_move_by_nccl_where_ranks_share_no_host(job, arguments, nccl, seed):
+    nccl.run(2, jobs.by_nccl, job, seed, *arguments)
 
 
 @pytest.mark.parametrize("size", [2, 4])

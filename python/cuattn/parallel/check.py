@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank must say alike, compared before anything is posted.
 
-Each rank sends 32 bytes over the host: a digest of its call. Where all are equal nothing else
+Each rank gives 32 bytes over the host: a digest of its call. Where all are equal nothing else
 happens. Else the ranks exchange their words, and all raise the same error: what differs, on which
 ranks. A rank that refuses its own call takes part and says so; the others raise, too.
 """
@@ -81,9 +81,8 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
     before = str(team.calls - 1)
     text = f"{before} {said.text}" if refusal is None else f"refused by {team.rank}"
     digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     try:
-        if bool((team.gather_on_host(mine) == mine).all()):
+        if all(words == digest for words in team.gather_words(digest)):
             return
         own: Any = {**said.fields, "calls before this": before}
         if refusal is not None:

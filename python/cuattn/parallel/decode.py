@@ -2,7 +2,8 @@
 """Decode over a context whose blocks are dealt to ranks in turn, with one exchange.
 
 Every rank attends with all heads over the keys it has; results and their lse go to the ranks that
-want them in one message, and are merged there in order of ranks, in float32.
+want them in one message, and are merged there in order of ranks, in float32. Where ranks read each
+other's memory (peers.py) the message stays where it was written, and whoever merges reads it there.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import cuattn
 
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._tracing import keep_out_of_graphs
-from .check import Said, agree
+from .check import Said, agree, no_answer
 from .plan import KEPT, TAKEN, shape_words
-from .team import gather_into, team_of
+from .team import NoAnswer, Team, gather_into, team_of
 
 if TYPE_CHECKING:
     from .._types import KvLayout
@@ -160,7 +161,12 @@ def paged_attention(
 def run(given: dict[str, Any]) -> Tensor:
     """Check a call on all ranks, and run it."""
     team = given["team"] = team_of("parallel.paged_attention", given["group"])
-    q, context_lens, sinks = (given[name] for name in ("q", "context_lens", "sinks"))
+    try:
+        team.find_out_about_peers()
+    except NoAnswer as error:
+        when = "all looked whether they share a host"
+        raise no_answer("parallel.paged_attention", when, error) from error
+    q, context_lens = given["q"], given["context_lens"]
     plans: list[tuple[int, torch.dtype, Said]] = []
 
     def contract() -> Said:
@@ -173,9 +179,37 @@ def run(given: dict[str, Any]) -> Tensor:
     takes_all = given["reduce"] == "all"
     num_seqs, num_heads, head_dim = q.shape
     share = Share(num_seqs, num_heads, head_dim, 1 if takes_all else team.size)
-    message = q.new_empty(share.ranks, share.elements, dtype=torch.float32)
-    part, lse = (x[0] for x in share.views(message))
-    is_packed = takes_all and wide == torch.float32  # as it is written
+    size = share.ranks, share.elements
+    peers = peers_for(team, q.device, share)
+    if peers is None:
+        message = q.new_empty(size, dtype=torch.float32)
+    else:
+        peers.enter()
+        message = peers.view(team.rank, 0, size, torch.float32)
+    try:
+        write_part(given, lens, wide, share.views(message))
+        out = q.new_empty(share.num_seqs, share.heads, share.head_dim)
+        if peers is None:
+            parts = share.views(exchanged(team, message, takes_all))
+        else:
+            peers.meet()
+            row = 0 if takes_all else team.rank
+            views = (peers.view(rank, 0, size, torch.float32) for rank in range(team.size))
+            parts = share.together([share.views(view[row : row + 1]) for view in views])
+        cuattn.merge_states(*parts, layout="nhd", out=out)
+    finally:
+        if peers is not None:
+            peers.leave()
+    return out
+
+
+def write_part(
+    given: dict[str, Any], lens: Tensor, wide: torch.dtype, places: tuple[Tensor, Tensor]
+) -> None:
+    """Attend to the keys that are here: results and their lse, each for the rank that wants it."""
+    q, team = given["q"], given["team"]
+    part, lse = (x[0] for x in places)
+    is_packed = len(places[0]) == 1 and wide == torch.float32  # as it is written
     if not is_packed:
         part = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -183,21 +217,30 @@ def run(given: dict[str, Any]) -> Tensor:
     k_cache, v_cache, block_tables = (given[name] for name in CACHE)
     cuattn.paged_attention(
         q, k_cache, v_cache, block_tables, lens, **options,
-        sinks=sinks if team.rank == 0 else None, causal=False, return_lse=True, out=part,
+        sinks=given["sinks"] if team.rank == 0 else None, causal=False, return_lse=True, out=part,
         lse_out=lse,
     )  # fmt: skip
     if not is_packed:
-        for to, x in zip(share.views(message), (part, lse), strict=True):
-            to.copy_(x.unflatten(1, (share.ranks, -1)).movedim(1, 0))
-    box = message.new_empty(team.size, share.elements)
-    if takes_all:
+        for to, x in zip(places, (part, lse), strict=True):
+            to.copy_(x.unflatten(1, (len(to), -1)).movedim(1, 0))
+
+
+def peers_for(team: Team, device: torch.device, share: Share) -> Any:
+    """Return the buffers by which messages travel; None: torch.distributed moves them."""
+    size = 4 * share.ranks * share.elements
+    if size == 0 or team.peers is None or team.peers.device != device:
+        return None
+    return team.peers_with(size)
+
+
+def exchanged(team: Team, message: Tensor, goes_to_all: bool) -> Tensor:
+    """Send a message, or each rank its row; returns what came from all, in order of ranks."""
+    box = message.new_empty(team.size, message.shape[1])
+    if goes_to_all:
         gather_into(box.view(-1), message.view(-1), team.group)
     else:
         dist.all_to_all_single(box, message, group=team.group)
-    outs, lses = share.views(box)
-    out = torch.empty(outs.shape[1:], dtype=q.dtype, device=q.device)
-    cuattn.merge_states(outs, lses, layout="nhd", out=out)
-    return out
+    return box
 
 
 class Share(NamedTuple):
@@ -211,16 +254,31 @@ class Share(NamedTuple):
     @property
     def elements(self) -> int:
         """Of a message, which begins on 16 bytes as all rows do."""
-        rows = self.num_seqs * self.num_heads // self.ranks
+        rows = self.num_seqs * self.heads
         return rows * self.head_dim + -(-rows // 4) * 4
+
+    @property
+    def heads(self) -> int:
+        """Of a message."""
+        return self.num_heads // self.ranks
 
     def views(self, box: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is in messages, [n, elements]: [n, num_seqs, heads, head_dim] and lse."""
-        shape = self.num_seqs, self.num_heads // self.ranks
+        shape = self.num_seqs, self.heads
         rows = shape[0] * shape[1]
         end = rows * self.head_dim
         outs = box[:, :end].unflatten(1, (*shape, self.head_dim))
         return outs, box[:, end : end + rows].unflatten(1, shape)
+
+    def together(self, found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        """Return what `merge_states` takes of the views of one message from each rank.
+
+        Those of two it reads where they lie; more are copied, each by a copy engine.
+        """
+        if len(found) == 2:
+            return tuple(x[0] for views in found for x in views)
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
 
 def key_of(given: dict[str, Any]) -> Any:

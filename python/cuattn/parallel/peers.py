@@ -14,10 +14,7 @@ Next: schemes.py.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,18 +25,6 @@ from .layout import Span
 ALIGN = 256  # bytes; where an array of a message begins
 FOREVER = 0  # milliseconds: no limit
 KEPT = 1024  # views of buffers
-
-
-def neighbour_digest() -> bytes:
-    """Return what ranks of one host and container have alike; where unwanted, what nobody has."""
-    if os.environ.get("CUATTN_PEER_COPIES", "") == "0":
-        return os.urandom(32)
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net")]
-    except OSError:
-        return os.urandom(32)
-    return hashlib.sha256(repr((boot, spaces)).encode()).digest()
 
 
 class Peers:

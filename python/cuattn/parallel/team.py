@@ -6,6 +6,7 @@ Next: check.py (what all ranks must agree on), exchange.py (what moves between t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import weakref
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
-from .peers import make_peers, neighbour_digest
+from .board import Board, Silence, make_file, neighbour_digest, open_file
+from .peers import make_peers
 
 # torch 2.13 has given it another name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +43,8 @@ class Team:
         self.peers: Any = None  # the buffers of ranks that share a host: peers.Peers
         self.transport = ""  # how keys move, in words
         self._host: Any = None
+        self._board: Board | None = None
+        self._has_looked_for_board = False
         self._free: dict[Team | None, int] = {}
 
     @property
@@ -64,6 +69,42 @@ class Team:
         except RuntimeError as error:
             raise NoAnswer(str(error)) from error
         return torch.stack(box)
+
+    def gather_words(self, mine: bytes) -> list[bytes]:
+        """Return 32 bytes that every rank gives; all ranks call it together."""
+        if not self._has_looked_for_board:
+            self._board = self.make_board()
+            self._has_looked_for_board = True
+        if self._board is None:
+            found = self.gather_on_host(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            return [words.numpy().tobytes() for words in found]
+        try:
+            return self._board.gather(mine)
+        except Silence as error:
+            raise NoAnswer(str(error)) from error
+
+    def make_board(self) -> Board | None:
+        """Make what the ranks of one host share; None where they are of several, or cannot."""
+        file = -1
+        if self.rank == 0:
+            with contextlib.suppress(OSError, AttributeError):
+                file = make_file(self.size)
+        digest = neighbour_digest()
+        numbers = (os.getpid(), file + 1)
+        mine = digest + b"".join(number.to_bytes(8, "little") for number in numbers)
+        said = self.gather_on_host(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        found = [words.numpy().tobytes() for words in said]
+        process, number = (int.from_bytes(found[0][i : i + 8], "little") for i in (32, 40))
+        board = None
+        if number > 0 and all(words.startswith(digest) for words in found):
+            wait = timeout_of(self.group) or default_pg_timeout
+            with contextlib.suppress(OSError):
+                file = open_file(process, number - 1) if self.rank else file
+                board = Board(file, self.rank, self.size, wait)
+        elif file >= 0:
+            os.close(file)
+        have = self.gather_on_host(torch.tensor([board is not None], device="cpu"))
+        return board if bool(have.all()) else None
 
     def host(self) -> Any:
         """Return what moves host memory between the ranks of the group; they make it together.
@@ -105,7 +146,9 @@ class Team:
         """Find out, with all ranks, whether they share a host and can read each other's memory."""
         if self.transport:
             return
-        mine = torch.frombuffer(bytearray(neighbour_digest()), dtype=torch.uint8)
+        is_wanted = os.environ.get("CUATTN_PEER_COPIES", "") != "0"
+        digest = neighbour_digest() if is_wanted else os.urandom(32)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         self.transport = "NCCL: the ranks share no host, or CUATTN_PEER_COPIES=0"
         if self.size == 1 or not bool((self.gather_on_host(mine) == mine).all()):
             return
@@ -117,6 +160,13 @@ class Team:
             self.peers, self.transport = peers, "copy engines"
         else:
             self.transport = f"NCCL: ranks cannot read each other's memory here ({why})"
+
+    def find_out_about_peers(self) -> None:
+        """Look for them once, where ranks have GPUs; all ranks together, and none in a graph."""
+        if self.transport or not self.has_nccl():
+            return
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            self.look_for_peers(torch.device("cuda", torch.cuda.current_device()))
 
     def peers_with(self, num_bytes: int) -> Any:
         """Return buffers of so many bytes; None where a rank has no memory left for its own.
