@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks of a host give each other through a page that they share."""
 
+import gc
 import os
 import random
 import signal
@@ -87,6 +88,7 @@ def go_by_sockets(ranks, case):
         "opens none": ("open_file", {"side_effect": PermissionError("not yours")}),
     }
     name, how = hindered[case]
+    gc.collect()  # the boards of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     found = team.Team(ranks.group)
     with mock.patch.object(team, name, **(how if is_odd else {"new": getattr(board, name)})):

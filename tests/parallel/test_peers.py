@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers that ranks of a host read, of the CPU's memory in place of torch's symmetric one."""
 
-import contextlib
 import types
 from unittest import mock
 
@@ -52,8 +51,8 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.distributed, "_symmetric_memory", symmetric, raising=False)
     monkeypatch.setitem(__import__("sys").modules, "torch.distributed._symmetric_memory", symmetric)
     monkeypatch.setattr(torch.cuda, "Stream", mock.MagicMock())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: state.stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)

@@ -160,7 +160,9 @@ def attention(
             partial_dtype=partial_dtype, memory_limit=memory_limit, check=check,
             return_lse=return_lse,
         )  # fmt: skip
-    return run("parallel.attention", locals(), None)
+    given = locals()
+    start = run if torch.compiler.is_compiling() else run_planned
+    return start("parallel.attention", given, None)
 
 
 def attention_varlen(
@@ -227,7 +229,8 @@ def attention_varlen(
     As of `attention`.
     """
     given = locals() | {"bias": None, "seqused": None}
-    return run("parallel.attention_varlen", given, () if cu_seqlens is None else cu_seqlens)
+    start = run if torch.compiler.is_compiling() else run_planned
+    return start("parallel.attention_varlen", given, () if cu_seqlens is None else cu_seqlens)
 
 
 def explain(

@@ -8,6 +8,7 @@ other's memory (peers.py) the message stays where it was written, and whoever me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -155,10 +156,16 @@ def paged_attention(
     ----------
     PagedAttention, arXiv:2309.06180.
     """
-    return run(locals())
+    given = locals()
+    return run(given) if torch.compiler.is_compiling() else run_planned(given)
 
 
 def run(given: dict[str, Any]) -> Tensor:
+    """Run a call; a graph of torch.compile breaks here."""
+    return run_planned(given)
+
+
+def run_planned(given: dict[str, Any]) -> Tensor:
     """Check a call on all ranks, and run it."""
     team = given["team"] = team_of("parallel.paged_attention", given["group"])
     try:
@@ -179,38 +186,35 @@ def run(given: dict[str, Any]) -> Tensor:
     takes_all = given["reduce"] == "all"
     num_seqs, num_heads, head_dim = q.shape
     share = Share(num_seqs, num_heads, head_dim, 1 if takes_all else team.size)
-    size = share.ranks, share.elements
     peers = peers_for(team, q.device, share)
     if peers is None:
-        message = q.new_empty(size, dtype=torch.float32)
-    else:
-        peers.enter()
-        message = peers.view(team.rank, 0, size, torch.float32)
+        message = q.new_empty(share.ranks, share.elements, dtype=torch.float32)
+        write_part(given, lens, wide, list(zip(*share.views(message), strict=True)))
+        parts = share.views(exchanged(team, message, takes_all))
+        return merged(parts, q.dtype)
+    peers.enter()
     try:
-        write_part(given, lens, wide, share.views(message))
-        out = q.new_empty(share.num_seqs, share.heads, share.head_dim)
-        if peers is None:
-            parts = share.views(exchanged(team, message, takes_all))
-        else:
-            peers.meet()
-            row = 0 if takes_all else team.rank
-            views = (peers.view(rank, 0, size, torch.float32) for rank in range(team.size))
-            parts = share.together([share.views(view[row : row + 1]) for view in views])
-        cuattn.merge_states(*parts, layout="nhd", out=out)
+        mine = [share.places(peers, team.rank, row) for row in range(share.ranks)]
+        write_part(given, lens, wide, mine)
+        peers.meet()
+        row = 0 if takes_all else team.rank
+        found = [share.places(peers, rank, row) for rank in range(team.size)]
+        if team.size == 2:  # are read where they lie; more are copied, each by a copy engine
+            return merged((*found[0], *found[1]), q.dtype)
+        return merged([torch.stack(x) for x in zip(*found, strict=True)], q.dtype)
     finally:
-        if peers is not None:
-            peers.leave()
-    return out
+        peers.leave()
 
 
 def write_part(
-    given: dict[str, Any], lens: Tensor, wide: torch.dtype, places: tuple[Tensor, Tensor]
+    given: dict[str, Any], lens: Tensor, wide: torch.dtype, places: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Attend to the keys that are here: results and their lse, each for the rank that wants it."""
+    """Attend to the keys that are here: results and their lse, each where a rank will want it."""
     q, team = given["q"], given["team"]
-    part, lse = (x[0] for x in places)
-    is_packed = len(places[0]) == 1 and wide == torch.float32  # as it is written
-    if not is_packed:
+    is_packed = len(places) == 1 and wide == torch.float32  # as it is written
+    if is_packed:
+        part, lse = places[0]
+    else:
         part = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     options = {name: given[name] for name in ("kv_layout", "scale", "softcap", *SCALES)}
@@ -221,8 +225,20 @@ def write_part(
         lse_out=lse,
     )  # fmt: skip
     if not is_packed:
-        for to, x in zip(places, (part, lse), strict=True):
-            to.copy_(x.unflatten(1, (len(to), -1)).movedim(1, 0))
+        heads = q.shape[1] // len(places)
+        for (to, lse_to), x, y in zip(
+            places, part.split(heads, 1), lse.split(heads, 1), strict=True
+        ):
+            to.copy_(x)
+            lse_to.copy_(y)
+
+
+def merged(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Merge what `merge_states` takes: two parts with their lse, or a stack of any number."""
+    shape = parts[0].shape[-3:]
+    out = torch.empty(shape, dtype=dtype, device=parts[0].device)
+    cuattn.merge_states(*parts, layout="nhd", out=out)
+    return out
 
 
 def peers_for(team: Team, device: torch.device, share: Share) -> Any:
@@ -270,15 +286,13 @@ class Share(NamedTuple):
         outs = box[:, :end].unflatten(1, (*shape, self.head_dim))
         return outs, box[:, end : end + rows].unflatten(1, shape)
 
-    def together(self, found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """Return what `merge_states` takes of the views of one message from each rank.
-
-        Those of two it reads where they lie; more are copied, each by a copy engine.
-        """
-        if len(found) == 2:
-            return tuple(x[0] for views in found for x in views)
-        outs, lses = zip(*found, strict=True)
-        return torch.cat(outs), torch.cat(lses)
+    def places(self, peers: Any, rank: int, row: int) -> tuple[Tensor, Tensor]:
+        """Return what the buffer of a rank holds for some rank: its results and their lse."""
+        shape = self.num_seqs, self.heads
+        first = 4 * row * self.elements
+        outs = peers.view(rank, first, (*shape, self.head_dim), torch.float32)
+        first += 4 * shape[0] * shape[1] * self.head_dim
+        return outs, peers.view(rank, first, shape, torch.float32)
 
 
 def key_of(given: dict[str, Any]) -> Any:

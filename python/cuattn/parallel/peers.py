@@ -37,8 +37,10 @@ class Peers:
         self._buffer: Any = None
         self._memory: Any = None
         self._views: dict[Any, Tensor] = {}
+        self._has_copied = False  # since the message began
         self._is_captured = False  # a graph holds the addresses of these buffers
         self._kept: list[Any] = []  # buffers of which graphs do
+        self._current: Any = None  # the stream of the message that is being made
         self._last: Any = None  # the stream of the last message, and when it was done
 
     def allocate(self, num_bytes: int) -> Any:
@@ -79,39 +81,45 @@ class Peers:
 
     def enter(self) -> None:
         """Begin a message on the current stream: behind the one before, whatever its stream."""
-        stream = torch.cuda.current_stream()
+        self._current = stream = torch.cuda.current_stream(self.device.index)
         if torch.cuda.is_current_stream_capturing():
             self._is_captured = True
         elif self._last is not None and self._last[0] != stream:
             stream.wait_event(self._last[1])
 
     def leave(self) -> None:
-        """End a message: the current stream waits for all copies, also where a call failed."""
-        stream = torch.cuda.current_stream()
-        stream.wait_stream(self.stream)
+        """End a message: its stream waits for all copies, also where a call failed."""
+        stream = self._current
+        if self._has_copied:
+            stream.wait_stream(self.stream)
+            self._has_copied = False
         self.meet()
         if not torch.cuda.is_current_stream_capturing():
             self._last = stream, stream.record_event()
 
     def meet(self) -> None:
-        """Have the current stream wait until those of all ranks are here."""
+        """Have the stream of the message wait until those of all ranks are here."""
         self._memory.barrier(0, self.milliseconds)
 
     def now(self) -> Any:
-        """Return a mark: all that the current stream was given so far is done."""
-        return torch.cuda.current_stream().record_event()
+        """Return a mark: all that the stream of the message was given so far is done."""
+        return self._current.record_event()
 
     def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
         """Copy (into, source) on the other stream, after a mark; return one of their end."""
         self.stream.wait_event(after)
-        with torch.cuda.stream(self.stream):
+        self._has_copied = True
+        torch.cuda.set_stream(self.stream)  # torch.cuda.stream asks much more of the host
+        try:
             for into, source in moves:
                 into.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self._current)
         return self.stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Have the current stream wait for a mark."""
-        torch.cuda.current_stream().wait_event(mark)
+        """Have the stream of the message wait for a mark."""
+        self._current.wait_event(mark)
 
 
 class Message:
