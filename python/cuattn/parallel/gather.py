@@ -18,7 +18,7 @@ from .attend import attend, heads_of, tokens_of
 from .exchange import Gathered, exchange, in_order, most_rows
 from .layout import Layout
 from .peers import Message
-from .schemes import Gradients, Scheme, empty_result, labelled
+from .schemes import Gradients, Scheme, empty_result, halves, labelled
 
 MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
 MOST_RUNS = 16  # of all ranks, each of which is read to its place by itself
@@ -78,7 +78,7 @@ class Gather(Scheme):
         The second is posted behind the first, so that it has begun when the attention of the first
         takes the device.
         """
-        axis, dim = self.problem.axis, k.shape[-1]
+        axis = self.problem.axis
         groups = self.groups(q, sizes)
         k_rows, v_rows = (x.movedim(axis, 0) for x in (k, v))
         pairs = [(heads_of(k_rows, heads), heads_of(v_rows, heads)) for _, heads in groups]
@@ -100,7 +100,7 @@ class Gather(Scheme):
                     whole = coming.pop(0).wait().movedim(0, axis)
                 if index + 2 < len(groups):
                     coming.append(post(index + 2))
-                yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
+                yield q_heads, kv_heads, halves(whole, k, v)
         finally:
             if message is not None:
                 message.close()

@@ -52,6 +52,12 @@ def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> 
     return [out, q.new_empty(shape, dtype=torch.float32)]
 
 
+def halves(here: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that lie beside each other, as wide as these."""
+    keys, values = here.split_with_sizes((k.shape[-1], v.shape[-1]), -1)
+    return keys, values
+
+
 class Pair(NamedTuple):
     """A piece of the rows of this rank and those of an owner."""
 
