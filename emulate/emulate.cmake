@@ -60,7 +60,7 @@ function(cuattn_cuda_library kind)
     target_link_libraries(${target} PRIVATE cuattn_private)
     target_compile_definitions(${target} PRIVATE __CUDA_ARCH__=800 __CUDA_ARCH_LIST__=800)
     target_compile_options(${target} PRIVATE
-      -include cuda_runtime.h -march=native -O1 -ffp-contract=off -fno-strict-aliasing -Wno-unknown-pragmas -Wno-psabi)
+      -include cuda_runtime.h -march=native $<IF:$<STREQUAL:${target},cuattn_emulator>,-O2,-O1> -ffp-contract=off -fno-strict-aliasing -Wno-unknown-pragmas -Wno-psabi)
     target_sources(cuattn PRIVATE $<TARGET_OBJECTS:${target}>)
   endforeach()
 endfunction()

@@ -200,11 +200,14 @@ struct Mma {
   float c[4];
 };
 
+typedef double Row __attribute__((vector_size(64)));  // eight, that -O1 puts into registers
+
 template <int kHalves, float (*kValue)(uint16_t)>
 void multiply(Mma& mine, const char* what, Place place) {
   meet_as(kAllLanes, what, place, mine, [](Mma*(&lanes)[32]) {
     constexpr int kDepth = 8 * kHalves;
-    float a[16][kDepth], b[kDepth][8];
+    float a[16][kDepth];
+    Row b[kDepth];
     for (int at = 0; at < 32; ++at) {
       int g = at / 4, k = at % 4 * 2;
       for (int half = 0; half < kHalves; ++half) {
@@ -217,10 +220,8 @@ void multiply(Mma& mine, const char* what, Place place) {
       }
     }
     for (int row = 0; row < 16; ++row) {
-      double sums[8] = {};
-      for (int k = 0; k < kDepth; ++k) {
-        for (int n = 0; n < 8; ++n) sums[n] += static_cast<double>(a[row][k]) * b[k][n];
-      }
+      Row sums = {};
+      for (int k = 0; k < kDepth; ++k) sums += static_cast<double>(a[row][k]) * b[k];
       for (int n = 0; n < 8; ++n) {
         float& c = lanes[row % 8 * 4 + n / 2]->c[row / 8 * 2 + n % 2];
         c = static_cast<float>(c + sums[n]);
