@@ -150,7 +150,7 @@ PARTS = {
 LIBRARY = ("include", "cuda", "src", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
 # Only tests of the part `core` come by these.
 ONLY_CORE = ("python/cuattn/_bench/*", "python/cuattn/_cli/*", "python/cuattn/__main__.py")
-ONLY_CORE += ("python/cuattn/flex/*",)
+ONLY_CORE += ("python/cuattn/flex/*", "python/cuattn/parallel/*")
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@
 # the sources by hashes. In a checkout the hash of all is asked of git; elsewhere, also in a copy that lies in another
 # commit's checkout, pass CUATTN_SOURCE_HASH, printed by `tests/gpu/record.py hash` where git is.
 # CUATTN_GPU_OUT: folder for record.json and the ends of the logs. CUATTN_GPU_SECONDS: the whole run ends by then; a stage
-# that took longer last time is not begun.
+# that took longer last time, on several GPUs twice as long, is not begun.
 # CUATTN_GPU_WIDTH: stages side by side; default 4 for each of several GPUs, else 1.
 # Where several GPUs are visible the stages run side by side, each beginning at a GPU of its own, and what a stage runs in
 # parallel goes round the GPUs. The Python tests begin first and the tools when they are done, of each the longest first.
@@ -216,6 +216,8 @@ while read -r part stage last arguments; do
   esac
   while [ "$(jobs -rp | wc -l)" -ge "$width" ]; do wait -n; done
   left=$((seconds - SECONDS))
+  # Side by side a stage took as long as those beside it, of which fewer are left now.
+  several_gpus && last=$((last / 2))
   if [ "$left" -lt 20 ] || [ "$last" -gt "$left" ]; then
     later+=" $part/$stage"
     continue
