@@ -166,10 +166,8 @@ def make_folded_call(
     options["seqused_k"] = on_device(lengths, q.device)
     if begins:
         options["kv_start"] = on_device(begins, q.device)
-    if problem.axis == 0:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    q = q[0].unflatten(0, (runs, -1))
-    k, v = (x[:, : max(lengths)].expand(runs, -1, -1, -1) for x in (k, v))
+    q = q.view(runs, -1, *q.shape[-2:])  # of one sequence
+    k, v = (tokens_of(problem, x, slice(0, max(lengths))).expand(runs, -1, -1, -1) for x in (k, v))
     return Call(q, k, v, options, None, (), runs=runs)
 
 
@@ -221,9 +219,8 @@ def attend(call: Call, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     run = getattr(cuattn, call.name)
     options = call.options if sinks is None else {**call.options, "sinks": sinks}
     if call.runs > 1:
-        out, lse = (out[0], lse[0]) if out.ndim == 4 else (out, lse)
-        out = out.unflatten(0, (call.runs, -1))
-        lse = lse.unflatten(-1, (call.runs, -1)).transpose(0, 1)
+        out = out.view(call.runs, -1, *out.shape[-2:])
+        lse = lse.view(lse.shape[-2], call.runs, -1).transpose(0, 1)
     run(call.q, call.k, call.v, *call.lengths, **options, out=out, lse_out=lse)
     if call.offset is not None:
         lse -= call.offset if call.name == "attention" else call.offset[0]
