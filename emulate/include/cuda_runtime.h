@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
-// A number where one is none, as IEEE's maximumNumber. The C library's are calls, of which a kernel
-// makes one for every score.
+// The other number where one is none. The C library's are calls, of which a kernel makes one for
+// every score.
 inline float larger_number(float a, float b) { return b != b || a > b ? a : b; }
 inline float smaller_number(float a, float b) { return b != b || a < b ? a : b; }
 #define fmaxf(a, b) larger_number(a, b)

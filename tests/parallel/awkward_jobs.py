@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from jobs import draw, generator, judge, largest, rows
+from shared_peers import reading
 
 import cuattn
 import cuattn.parallel as parallel
@@ -286,3 +288,29 @@ def biases_of_few_rows(ranks, seed):
                 assert largest(dbias, leaves[3].grad) < 1e-4, what
             else:
                 assert largest(dbias, layout.shard(leaves[3].grad, ranks.rank, axis)) < 1e-4, what
+
+
+def decode_that_fails(ranks, case):
+    """Calls over caches of 1, 2, 3 and 4, of which rank 1 fails in the second; what each gives."""
+    reduce = "all" if case == "packed" else "heads"
+    tables, lens = torch.arange(8, dtype=torch.int32).view(2, 4), int32(30, 40)
+    found = []
+    with reading(ranks) as peers:
+        for value in (1.0, 2.0, 3.0, 4.0):
+            cache = torch.full((8, 8, 2, 32), value)
+            fails = ranks.rank == 1 and value == 2.0
+            how = {"side_effect": RuntimeError("out of memory")} if fails else {}
+            how = how or {"wraps": cuattn.paged_attention}
+            with mock.patch.object(cuattn, "paged_attention", **how):
+                try:
+                    out = parallel.paged_attention(
+                        torch.ones(2, 4, 32), cache, cache, tables, lens,
+                        group=ranks.group, reduce=reduce, check=False,
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    found.append(str(error))
+                else:
+                    mean = float(out.mean())
+                    found.append("nan" if mean != mean else round(mean, 4))
+        assert peers.meetings == 8
+    return found

@@ -99,30 +99,91 @@ def go_by_sockets(ranks, case):
     return True
 
 
+def ask_nobody(ranks):
+    """A rank whose question has no answer keeps no file."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    found = team.Team(ranks.group)
+    with mock.patch.object(found, "gather_on_host", side_effect=team.NoAnswer("alone")):
+        for _ in range(3):
+            with pytest.raises(team.NoAnswer):
+                found.gather_words(WORDS[0])
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_nothing_is_kept_where_nobody_answers(gloo):
+    assert gloo.run(2, ask_nobody) == [0, 0]
+
+
 @pytest.mark.parametrize("case", ["another host", "makes none", "opens none"])
 def test_all_go_by_sockets_where_one_cannot_share(case, gloo):
     assert all(gloo.run(3, go_by_sockets, case))
 
 
+def board_of_two(written, other=None, seconds=0.05):
+    """The board of rank 0, where rank 1 has written into its first place before message 8."""
+    made = board.Board(
+        board.make_file(2), 0, [os.getpid(), other or os.getpid()], timedelta(seconds=seconds)
+    )
+    made.messages = 7
+    made.page[2 * board.PLACE : 2 * board.PLACE + len(written)] = written
+    return made
+
+
 def test_what_is_not_written_whole_is_not_read():
-    first = board.Board(board.make_file(2), 0, 2, timedelta(seconds=0.05))
-    first.messages = 7
     whole = board.sealed(8, WORDS[3])
     for part in (whole[:20] + bytes(36), whole[:39] + b"\0" + whole[40:], whole[:-1] + b"?"):
-        first.messages = 7
-        begin = 2 * board.PLACE
-        first.page[begin : begin + len(part)] = part
-        with pytest.raises(board.Silence, match="rank 1"):
-            first.gather(WORDS[0])
-    first.messages = 7
-    first.page[begin : begin + len(whole)] = whole
-    assert first.gather(WORDS[0]) == [WORDS[0], WORDS[3]]
-    assert first.page[: len(whole)] == board.sealed(8, WORDS[0])
+        with pytest.raises(board.Silence, match="rank 1 did not come"):
+            board_of_two(part).gather(WORDS[0])
+    made = board_of_two(whole)
+    assert made.gather(WORDS[0]) == [WORDS[0], WORDS[3]]
+    assert made.page[: len(whole)] == board.sealed(8, WORDS[0])
+
+
+def test_a_board_that_a_rank_gave_up_says_so_at_once():
+    made = board_of_two(b"")
+    with pytest.raises(board.Silence, match="did not come"):
+        made.gather(WORDS[0])
+    before = bytes(made.page)
+    with pytest.raises(board.Silence, match="an earlier call had no answer"):
+        made.gather(WORDS[1])
+    assert bytes(made.page) == before
+
+
+@pytest.fixture
+def ended():
+    """The number of a process that has ended, and that nobody has taken note of."""
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    yield process
+    os.waitpid(process, 0)
+
+
+def test_what_a_rank_wrote_before_it_ended_is_read(ended):
+    whole = board.sealed(8, WORDS[3])
+    made = board_of_two(b"", ended, 60.0)
+    lives = made.lives
+
+    def ends(rank):
+        made.page[2 * board.PLACE : 2 * board.PLACE + len(whole)] = whole
+        return lives(rank)
+
+    with mock.patch.object(made, "lives", ends):
+        assert made.gather(WORDS[0]) == [WORDS[0], WORDS[3]]
+    with pytest.raises(board.Silence, match="rank 1 has ended"):
+        board_of_two(b"", ended, 60.0).gather(WORDS[0])
+
+
+def test_a_rank_that_lost_its_lock_is_not_told_to_have_ended():
+    """By closing a copy of the file; here the lock of rank 1 is nobody's."""
+    assert board_of_two(b"").lives(1)
 
 
 def test_the_page_has_no_name_and_is_gone_with_the_board():
     file = board.make_file(2)
-    first = board.Board(file, 0, 2, timedelta(seconds=1))
+    first = board.Board(file, 0, [os.getpid()] * 2, timedelta(seconds=1))
     assert os.readlink(f"/proc/self/fd/{file}").endswith("(deleted)")
     del first
     with pytest.raises(OSError, match="Bad file descriptor"):

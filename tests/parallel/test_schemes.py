@@ -8,6 +8,7 @@ import pytest
 import frameworks
 
 frameworks.require("torch")
+import awkward_jobs  # noqa: E402
 import jobs  # noqa: E402
 import mistakes  # noqa: E402
 
@@ -89,6 +90,13 @@ def test_two_levels(pool, seed):
 @pytest.mark.parametrize("size", [2, 4])
 def test_decode_over_a_context_that_is_dealt_to_ranks(size, pool, seed):
     assert len(set(pool.run(size, jobs.decode, seed))) == 1  # reduce="all": the same bits
+
+
+@pytest.mark.parametrize("case", ["packed", "shared out"])
+def test_a_decode_that_fails_on_a_rank_leaves_the_next_alone(case, gloo):
+    found = gloo.run(2, awkward_jobs.decode_that_fails, case)
+    assert found[0] == [1.0, "nan", 3.0, 4.0]
+    assert found[1] == [1.0, "out of memory", 3.0, 4.0]
 
 
 def test_calibrate_gives_all_ranks_the_same_speeds(pool):

@@ -20,6 +20,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 NUMBER, WORDS, DIGEST = 8, 32, 16  # bytes
@@ -36,16 +37,21 @@ class Silence(RuntimeError):
 class Board:
     """A page that the ranks of a host map."""
 
-    def __init__(self, file: int, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        """Map the page of a file, which the board keeps, and closes."""
-        self.file, self.rank, self.size = file, rank, size
+    def __init__(
+        self, file: int, rank: int, processes: Sequence[int], timeout: datetime.timedelta
+    ) -> None:
+        """Map the page of a file, which the board keeps and closes; with the ranks' processes."""
+        self.rank, self.processes = rank, processes
         self.seconds = timeout.total_seconds()
         self.messages = 0
-        self.page = mmap.mmap(file, size * 2 * PLACE)
+        self.is_broken = False  # a rank gave up: numbers of messages are no longer the same
+        self.page = mmap.mmap(file, len(processes) * 2 * PLACE)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)  # until the process ends
+        self.file = file
 
     def __del__(self) -> None:
-        os.close(self.file)
+        if hasattr(self, "file"):
+            os.close(self.file)
 
     def place(self, rank: int) -> int:
         """Return where a rank writes this message."""
@@ -53,23 +59,30 @@ class Board:
 
     def gather(self, words: bytes) -> list[bytes]:
         """Give 32 bytes, and return those of every rank; all ranks call it together."""
+        if self.is_broken:
+            raise Silence("an earlier call had no answer")
         self.messages += 1
         whole = sealed(self.messages, words)
         begin = self.place(self.rank)
         self.page[begin : begin + len(whole)] = whole
-        return [words if r == self.rank else self.wait_for(r) for r in range(self.size)]
+        ranks = range(len(self.processes))
+        try:
+            return [words if rank == self.rank else self.wait_for(rank) for rank in ranks]
+        except BaseException:
+            self.is_broken = True
+            raise
 
     def wait_for(self, rank: int) -> bytes:
         """Return what a rank gives, when it has."""
-        begin = self.place(rank)
-        number = self.messages.to_bytes(NUMBER, "little")
         started = time.monotonic()
         rounds = 0
+        is_last = False  # it has ended, and what it wrote before is looked at once more
         while True:
-            found = self.page[begin : begin + NUMBER + WORDS + DIGEST]
-            words = found[NUMBER : NUMBER + WORDS]
-            if found.startswith(number) and found == sealed(self.messages, words):
+            words = self.read(rank)
+            if words is not None:
                 return words
+            if is_last:
+                raise Silence(f"rank {rank} has ended")
             passed = time.monotonic() - started
             if passed < EAGER:
                 os.sched_yield()
@@ -77,18 +90,29 @@ class Board:
             if passed > self.seconds:
                 raise Silence(f"rank {rank} did not come within {self.seconds:g} s")
             rounds += 1
-            if rounds % ROUNDS == 0 and not self.lives(rank):
-                raise Silence(f"rank {rank} has ended")
+            if rounds % ROUNDS == 0:
+                is_last = not self.lives(rank)
             time.sleep(PAUSE)
 
+    def read(self, rank: int) -> bytes | None:
+        """Return what a rank has given; None where it has not, or not yet all of it."""
+        begin = self.place(rank)
+        found = self.page[begin : begin + NUMBER + WORDS + DIGEST]
+        words = found[NUMBER : NUMBER + WORDS]
+        return words if found == sealed(self.messages, words) else None
+
     def lives(self, rank: int) -> bool:
-        """Whether a rank still holds its lock."""
+        """Whether a rank holds its lock; one that lost it, by closing a copy of the file, runs."""
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return True
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
-        return False
+        try:
+            state = Path(f"/proc/{self.processes[rank]}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return False
+        return state.split()[0] not in "ZX"  # ended, and not yet taken note of
 
 
 def sealed(number: int, words: bytes) -> bytes:

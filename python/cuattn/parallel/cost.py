@@ -390,11 +390,13 @@ def read_rows(team: Any, message: torch.Tensor) -> None:
     if peers is None:
         return
     sent = Message(peers, team.rank, [(keys, values)], len(keys))
-    for rank in range(team.size):
-        if rank != team.rank:
-            into = sent.empty(0, len(keys))
-            peers.wait(sent.fetch([(into, rank, 0, (0, len(keys)))]))
-    sent.close()
+    try:
+        for rank in range(team.size):
+            if rank != team.rank:
+                into = sent.empty(0, len(keys))
+                peers.wait(sent.fetch([(into, rank, 0, (0, len(keys)))]))
+    finally:
+        sent.close()
 
 
 def seconds_of(device: torch.device, run: Any) -> float:

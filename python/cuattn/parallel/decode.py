@@ -169,7 +169,7 @@ def run_planned(given: dict[str, Any]) -> Tensor:
     """Check a call on all ranks, and run it."""
     team = given["team"] = team_of("parallel.paged_attention", given["group"])
     try:
-        team.find_out_about_peers()
+        team.find_out_about_peers(given["q"])
     except NoAnswer as error:
         when = "all looked whether they share a host"
         raise no_answer("parallel.paged_attention", when, error) from error
@@ -192,14 +192,20 @@ def run_planned(given: dict[str, Any]) -> Tensor:
         write_part(given, lens, wide, list(zip(*share.views(message), strict=True)))
         parts = share.views(exchanged(team, message, takes_all))
         return merged(parts, q.dtype)
+    mine = [share.places(peers, team.rank, row) for row in range(share.ranks)]
     peers.enter()
     try:
-        mine = [share.places(peers, team.rank, row) for row in range(share.ranks)]
-        write_part(given, lens, wide, mine)
-        peers.meet()
+        try:
+            write_part(given, lens, wide, mine)
+        except BaseException:  # the others go on
+            for _, part_lse in mine:
+                part_lse.fill_(torch.nan)
+            raise
+        finally:
+            peers.meet()
         row = 0 if takes_all else team.rank
         found = [share.places(peers, rank, row) for rank in range(team.size)]
-        if team.size == 2:  # are read where they lie; more are copied, each by a copy engine
+        if team.size == 2:  # are read where they lie; more are copied
             return merged((*found[0], *found[1]), q.dtype)
         return merged([torch.stack(x) for x in zip(*found, strict=True)], q.dtype)
     finally:
@@ -244,7 +250,7 @@ def merged(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def peers_for(team: Team, device: torch.device, share: Share) -> Any:
     """Return the buffers by which messages travel; None: torch.distributed moves them."""
     size = 4 * share.ranks * share.elements
-    if size == 0 or team.peers is None or team.peers.device != device:
+    if size == 0 or not team.reads_on(device):
         return None
     return team.peers_with(size)
 
@@ -327,6 +333,7 @@ def kept_plan(given: dict[str, Any]) -> tuple[int, torch.dtype, Said]:
     q = given["q"]
     values = {
         "q": (tuple(q.shape), q.dtype, q.device.type),
+        "memory of others": given["team"].reads_on(q.device),
         "interleave": turn,
         **{name: shape_words(given[name]) for name in ("context_lens", "sinks")},
         **{name: given[name] for name in WORDS},

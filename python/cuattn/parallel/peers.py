@@ -133,8 +133,13 @@ class Message:
         self.shapes = [shape_of(*pair) for pair in pairs]
         self.firsts, _ = places_of(self.shapes, most, self.dtype)
         peers.enter()
-        for index, pair in enumerate(pairs):
-            torch.cat(pair, -1, out=self.of(rank, index, (0, len(pair[0]))))
+        try:
+            for index, pair in enumerate(pairs):
+                torch.cat(pair, -1, out=self.of(rank, index, (0, len(pair[0]))))
+        except BaseException:  # the others meet twice
+            peers.meet()
+            peers.leave()
+            raise
         peers.meet()  # here: beside attention that keeps all multiprocessors it would wait for it
 
     def of(self, rank: int, index: int, rows: Span) -> Tensor:

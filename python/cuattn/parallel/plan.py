@@ -180,6 +180,8 @@ def said_of(
 ) -> Said:
     """List what every rank must say alike."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
+    team = plan.outer or plan.inner
+    assert team is not None
     words = (
         "causal", "window", "scale", "softcap", "batch_invariant", "return_lse",
         "deterministic", "partial_dtype", "memory_limit", *DROPOUT[:3],
@@ -192,6 +194,7 @@ def said_of(
         "head_dim_v": v.shape[-1],
         "dtype": q.dtype,
         "device": q.device.type,
+        "memory of others": team.reads_on(q.device),
         "layout": (layout, hash(layout.owners)),
         "scheme": (given["scheme"], plan.choice.scheme, plan.choice.outer),
         **{name: given[name] for name in words},

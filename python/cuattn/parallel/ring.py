@@ -94,8 +94,8 @@ class Ring(Scheme):
         """
         size = self.layout.size
         message = Message(peers, self.rank, [pair], most_rows(self.layout))
-        here = message.of(self.rank, 0, (0, len(pair[0])))
         try:
+            here = message.of(self.rank, 0, (0, len(pair[0])))
             for step in range(last + 1):
                 owner = (self.rank - step - 1) % size
                 rows = self.layout.rows(owner) if step < last else 0

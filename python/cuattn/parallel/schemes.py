@@ -211,7 +211,7 @@ class Scheme:
     def peers_for(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Peers | None:
         """Return the buffers by which rows of all ranks travel; None: torch.distributed moves."""
         keys = pairs[0][0]
-        if self.team is None or self.team.peers is None or self.team.peers.device != keys.device:
+        if self.team is None or not self.team.reads_on(keys.device):
             return None
         shapes = [shape_of(*pair) for pair in pairs]
         size = places_of(shapes, most_rows(self.layout), keys.dtype)[1]

@@ -89,20 +89,22 @@ class Team:
         if self.rank == 0:
             with contextlib.suppress(OSError, AttributeError):
                 file = make_file(self.size)
-        digest = neighbour_digest()
-        numbers = (os.getpid(), file + 1)
-        mine = digest + b"".join(number.to_bytes(8, "little") for number in numbers)
-        said = self.gather_on_host(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        found = [words.numpy().tobytes() for words in said]
-        process, number = (int.from_bytes(found[0][i : i + 8], "little") for i in (32, 40))
         board = None
-        if number > 0 and all(words.startswith(digest) for words in found):
-            wait = timeout_of(self.group) or default_pg_timeout
-            with contextlib.suppress(OSError):
-                file = open_file(process, number - 1) if self.rank else file
-                board = Board(file, self.rank, self.size, wait)
-        elif file >= 0:
-            os.close(file)
+        try:
+            digest = neighbour_digest()
+            mine = digest + os.getpid().to_bytes(8, "little") + (file + 1).to_bytes(8, "little")
+            said = self.gather_on_host(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            found = [words.numpy().tobytes() for words in said]
+            processes = [int.from_bytes(words[32:40], "little") for words in found]
+            number = int.from_bytes(found[0][40:48], "little")
+            if number > 0 and all(words.startswith(digest) for words in found):
+                wait = timeout_of(self.group) or default_pg_timeout
+                with contextlib.suppress(OSError, ValueError):
+                    file = open_file(processes[0], number - 1) if self.rank else file
+                    board = Board(file, self.rank, processes, wait)
+        finally:
+            if board is None and file >= 0:
+                os.close(file)
         have = self.gather_on_host(torch.tensor([board is not None], device="cpu"))
         return board if bool(have.all()) else None
 
@@ -161,12 +163,21 @@ class Team:
         else:
             self.transport = f"NCCL: ranks cannot read each other's memory here ({why})"
 
-    def find_out_about_peers(self) -> None:
-        """Look for them once, where ranks have GPUs; all ranks together, and none in a graph."""
+    def find_out_about_peers(self, q: Any) -> None:
+        """Look for them once, where ranks have GPUs; all ranks together, and none in a graph.
+
+        On the device of q, whatever a rank has in its place.
+        """
         if self.transport or not self.has_nccl():
             return
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self.look_for_peers(torch.device("cuda", torch.cuda.current_device()))
+            is_there = isinstance(q, Tensor) and q.is_cuda
+            current = torch.device("cuda", torch.cuda.current_device())
+            self.look_for_peers(q.device if is_there else current)
+
+    def reads_on(self, device: torch.device) -> bool:
+        """Whether arrays on a device go by buffers that the other ranks read."""
+        return self.peers is not None and bool(self.peers.device == device)
 
     def peers_with(self, num_bytes: int) -> Any:
         """Return buffers of so many bytes; None where a rank has no memory left for its own.
