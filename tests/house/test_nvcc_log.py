@@ -66,25 +66,6 @@ def test_ci_compiles_without_line_numbers_tight_packing_and_fast_code_of_the_hos
     assert done.stdout == b"a b.cu -O0\n"
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "code"),
-    [
-        ("f16", "sm_90,compute_80"),
-        ("bf16", "sm_80"),
-        ("f32", "sm_80,sm_90,compute_80"),
-        ("f16_bf16", "sm_80,sm_90,compute_80"),
-    ],
-)
-def test_ci_asks_ptxas_once_of_what_float16_and_bfloat16_share(dtypes, code):
-    source = f"/b/instances/forward_sm80_{dtypes}_64x64.cu"
-    portable = "--generate-code=arch=compute_80,code=[sm_80,sm_90,compute_80]"
-    each = "--generate-code=arch=compute_80,code=[sm_80]"
-    given = ["echo", each, portable, "-c", source, "-o", "x.cu.o"]
-    done = subprocess.run([ROOT / ".ci/nvcc_quick", *given], check=True, capture_output=True)
-    wanted = f"--generate-code=arch=compute_80,code=[{code}]"
-    assert done.stdout.decode() == f"{each} {wanted} -c {source} -o x.cu.o -O0\n"
-
-
 def test_a_hit_of_ccache_leaves_the_same_log_and_a_changed_header_is_no_hit(tmp_path):
     compiler = nvcc()
     if shutil.which("ccache") is None:

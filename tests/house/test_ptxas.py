@@ -20,7 +20,6 @@ ALLOWED: dict[str, str] = {}
 
 SECTION = re.compile(r"^== (\w+) (\S+)$", re.MULTILINE)
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
-REGISTERS = re.compile(r"Used (\d+) registers")
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -82,29 +81,6 @@ def test_no_kernel_spills_registers(logs):
 
 def test_ptxas_gave_no_performance_warning(logs):
     assert not [f"{name}: {line}" for name, log in logs.items() for line in losses(log)]
-
-
-def registers(log: str) -> dict[tuple[str, str], int]:
-    """How many registers an entry function of a log takes, by name and architecture."""
-    parts = ENTRY.split(log)[1:]
-    entries = zip(parts[0::3], parts[1::3], parts[2::3], strict=True)
-    used = ((name, arch, REGISTERS.search(said)) for name, arch, said in entries)
-    return {(name, arch): int(match[1]) for name, arch, match in used if match}
-
-
-def test_bfloat16_takes_the_registers_of_float16(logs):
-    # Where each has a source of its own, .ci/nvcc_quick asks ptxas for one GPU of the one, and for
-    # another of the other.
-    found = {}
-    for name, log in logs.items():
-        if name.startswith("instances/") and "_f16_bf16_" not in name:
-            found |= registers(log)
-    pairs = {}
-    for (name, arch), used in found.items():
-        if (twin := (name.replace("DTypeE1", "DTypeE2"), arch)) in found and twin[0] != name:
-            pairs[name, arch] = used, found[twin]
-    assert len(pairs) > 100 or not any("_sm90_" in name for name in logs)
-    assert not {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def test_hopper_sources_are_compiled_for_90a_alone(logs):

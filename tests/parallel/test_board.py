@@ -5,6 +5,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from unittest import mock
@@ -153,12 +155,10 @@ def test_a_board_that_a_rank_gave_up_says_so_at_once():
 @pytest.fixture
 def ended():
     """The number of a process that has ended, and that nobody has taken note of."""
-    process = os.fork()
-    if process == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    yield process
-    os.waitpid(process, 0)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
 
 
 def test_what_a_rank_wrote_before_it_ended_is_read(ended):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few bytes from every rank of a host to all, by memory that they share.
 
-Microseconds, where sockets take a third of a millisecond, which a call alone would show. Rank 0
-makes a page that has no name; the others open it by its process. Each rank has two places in it:
+Microseconds, where sockets take hundreds, which a call alone would show. Rank 0 makes a page that
+has no name; the others open it by its process. Each rank has two places in it:
 
     rank 0  | message 1, 3, 5, ... | message 2, 4, 6, ... |    a place: the number, the bytes, a
     rank 1  | message 1, 3, 5, ... | message 2, 4, 6, ... |    digest of both, to read it whole

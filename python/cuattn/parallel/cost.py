@@ -361,7 +361,7 @@ def calibrate(
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
     box = message.new_empty(team.size * num_bytes)
     team.free_bytes(where)  # which finds out how keys move
-    reads = team.peers is not None and team.peers.device == where
+    reads = team.reads_on(where)
 
     def move() -> None:
         gather_into(box, message, team.group)

@@ -135,7 +135,7 @@ def plan_of(
             "dropout on CUDA draws for 16 keys at a time, and the keys of a rank begin elsewhere "
             "in their sequence or document",
         )
-    usual = ENGINES if outer.peers is not None and q.is_cuda else None
+    usual = ENGINES if outer.reads_on(q.device) else None
     limits = refused, given["memory_limit"], outer.speeds or usual
     if inner is None:
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)

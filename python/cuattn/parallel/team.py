@@ -42,6 +42,7 @@ class Team:
         self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
         self.peers: Any = None  # the buffers of ranks that share a host: peers.Peers
         self.transport = ""  # how keys move, in words
+        self._has_nccl: bool | None = None  # not asked yet
         self._host: Any = None
         self._board: Board | None = None
         self._has_looked_for_board = False
@@ -54,12 +55,13 @@ class Team:
 
     def has_nccl(self) -> bool:
         """Whether the group moves CUDA memory by NCCL; it may move the host's by gloo, too."""
-        if not torch.cuda.is_available():
-            return False
-        try:
-            return bool(self.group._get_backend(torch.device("cuda")).name() == "nccl")
-        except RuntimeError:
-            return False
+        if self._has_nccl is None:
+            self._has_nccl = False
+            if torch.cuda.is_available():
+                with contextlib.suppress(RuntimeError):  # of a group without a backend for CUDA
+                    backend = self.group._get_backend(torch.device("cuda"))
+                    self._has_nccl = bool(backend.name() == "nccl")
+        return self._has_nccl
 
     def gather_on_host(self, mine: Tensor) -> Tensor:
         """Return what every rank gives, [size, ...] in host memory; all ranks call it together."""
