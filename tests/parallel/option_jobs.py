@@ -15,6 +15,7 @@ from jobs import draw, generator, judge, largest, poisoned, rows
 import cuattn
 import cuattn.parallel as parallel
 from cuattn.parallel import Layout
+from cuattn.parallel.documents import split_of
 from cuattn.parallel.schemes import fold_of_documents
 
 LEARNED = ("alibi_slopes", "sinks")  # whose gradient on a rank is its share
@@ -126,13 +127,20 @@ def documents_in_one_call(ranks, seed):
             given = options | {"cu_seqlens": begins, "sinks": sinks}
             arrays = draw(seed + number, total, (4, 2), (32, 24), packed=True)
             want = jobs.Whole(*arrays, given, axis=0).one_process(return_lse=True)
+            ends = range(128, total + 1, 128)
+            owners = [i % ranks.size for i in range(len(ends))]
             for layout in (
                 Layout.balanced(begins, ranks.size, chunk=128),
+                Layout._of("by turns", ranks.size, owners, ends),
                 Layout("zigzag", total, ranks.size),
             ):
                 problem = jobs.Whole(*arrays, given, axis=0)
-                fold = fold_of_documents(layout, ranks.rank, begins.astype(np.int64).tobytes())
-                assert fold is not None or layout.kind == "zigzag"
+                if layout.kind == "by turns" and name in ("few", "one"):
+                    ends64 = begins.astype(np.int64).tobytes()
+                    split = split_of(layout, ends64, ranks.rank)
+                    where = layout if split is None else split.layout
+                    ends64 = ends64 if split is None else split.cut.tobytes()
+                    assert fold_of_documents(where, ranks.rank, ends64) is not None
                 found = problem.on_ranks(ranks, layout, "gather")
                 what = (name, sorted(options), layout.kind)
                 judge(found, rows(want, layout, ranks.rank), "gather", what, False, 1e-5)

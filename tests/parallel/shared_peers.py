@@ -76,6 +76,7 @@ class SharedPeers:
 def reading(ranks, reads=True):
     """Have keys move by buffers, on the CPU by shared ones; or by none, on GPUs by NCCL alone."""
     team = team_of("reading", ranks.group)
+    team.find_out_about_peers(torch.empty(0))  # else a first call would
     own = team.peers
     if not reads:
         team.peers = None

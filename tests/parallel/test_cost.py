@@ -80,12 +80,34 @@ def test_the_model_says_what_training_took(seqlen):
     assert found.scheme == "heads"
 
 
+def by_turns(seqlen, size):
+    """Chunks of 1024 tokens, dealt by turns."""
+    ends = [min(end, seqlen) for end in range(1024, seqlen + 1024, 1024)]
+    return Layout._of("by turns", size, [i % size for i in range(len(ends))], ends)
+
+
+def test_whole_documents_hide_what_comes_for_the_others():
+    """Their attention waits for no keys; heads exchanges rows of all."""
+    lengths = np.array([30000, 30000, 5072], np.int64)
+    cut = np.array([0, 0, 0, 5072], np.int64)
+    layout = by_turns(5072, 2)
+    shape = shape_of_documents(shape_of(), np.concatenate([[0], np.cumsum(lengths)]), layout)
+    part = shape_of_documents(shape_of(), cut, layout, np.array([30000, 30000, 0]))
+    assert part.beside + part.pairs == shape.pairs
+    limits = {}, 1 << 40, ENGINES
+    alike = choose("f", "auto", shape, 65072, 2, limits)
+    apart = choose("f", "auto", shape, 65072, 2, limits, (part, 5072))
+    assert apart.seconds["heads"] == alike.seconds["heads"]
+    assert apart.seconds["gather"] < alike.seconds["gather"] - 0.5e-3
+    assert apart.buffer_bytes < alike.buffer_bytes / 10
+    assert apart.scheme == "gather"
+
+
 def test_documents_that_many_chunks_cut_go_by_no_ring():
     """What made a call three times as long as one GPU: 277 calls of 1024 rows each."""
     lengths = np.array([21521, 2442, 1178, 9363, 21206, 19067, 30000, 26295], np.int64)
     begins = np.concatenate([[0], np.cumsum(lengths)])
-    layout = Layout.balanced(begins, 2)
-    shape = shape_of_documents(shape_of(), begins, layout)
+    shape = shape_of_documents(shape_of(), begins, by_turns(int(begins[-1]), 2))
     assert shape.pairs == pytest.approx(float((lengths**2).sum()) / 2)
     found = choice_of(shape, int(begins[-1]))
     assert found.scheme != "ring"
@@ -116,7 +138,7 @@ def test_engines_count_for_the_keys_of_gather_and_ring_alone():
 def test_gradients_of_documents_count_their_calls():
     begins = np.arange(0, 131073, 4096)
     shape = shape_of(trains=True)
-    cut = shape_of_documents(shape, begins, Layout.balanced(begins, 2))
+    cut = shape_of_documents(shape, begins, by_turns(131072, 2))
     whole = dataclasses.replace(cut, pieces=(0.0, 0.0))
     forth = [dataclasses.replace(x, trains=False) for x in (cut, whole)]
     for scheme in ("gather", "ring"):

@@ -17,6 +17,7 @@ from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
 from .cost import Choice
+from .documents import Apart
 from .gather import Gather
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of
@@ -206,7 +207,7 @@ def attention_varlen(
     alibi_slopes : float32 tensor, [num_heads_q], optional
         As in `attention`.
     group, layout, scheme, causal, window, scale, softcap, sinks, batch_invariant, return_lse
-        As in `attention`; `Layout.balanced` deals short documents evenly.
+        As in `attention`; documents that `Layout.balanced` leaves whole need no keys of others.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in `attention`.
     deterministic, partial_dtype, memory_limit, check
@@ -344,7 +345,11 @@ def run_scheme(
     plan: Plan, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
-    scheme = SCHEMES[plan.scheme](plan.outer, plan.layout, problem)
+    kind = SCHEMES[plan.scheme]
+    scheme: Any = kind(plan.outer, plan.layout, problem)
+    if plan.split is not None:
+        assert plan.outer is not None
+        scheme = Apart(kind, plan.split, plan.outer, plan.layout, problem)
     arrays = (q, k, v, sinks, problem.bias, problem.slopes)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in arrays):
         return scheme.forward(q, k, v, sinks)

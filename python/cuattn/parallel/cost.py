@@ -32,6 +32,7 @@ IN_PARTS = 1.05  # the time of gradients in parts, as those of one call
 IN_GROUPS = 1.09  # the time of attention by two groups of heads, as that of all at once
 BACKWARD = 2.8  # the time of gradients, as that of the way forth
 MOST_GROUPS = 8  # of heads, of gather
+SUMS_BYTES = 64 << 20  # of the float32 sums of a group: fewer groups are fewer calls
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 
 
@@ -68,6 +69,7 @@ class Shape:
     pairs: float = 0.0  # that see each other, of packed documents; 0: of the whole sequence
     pieces: tuple[float, float] = (0.0, 0.0)  # calls beyond one a step, of gather and of a ring
     trains: bool = False  # gradients are wanted
+    beside: float = 0.0  # pairs of documents that lie whole on a rank, which wait for no keys
 
     def key_bytes(self, rows: float) -> float:
         """Return the bytes of the keys and values of so many tokens."""
@@ -121,19 +123,35 @@ class Choice:
         return "\n".join(lines)
 
 
-def shape_of_documents(shape: Shape, begins: np.ndarray, layout: Layout) -> Shape:
+def groups_of_sums(heads: int, head_bytes: float) -> int:
+    """Return into how many groups gather cuts key heads whose gradients it adds up in float32."""
+    return max(1, min(MOST_GROUPS, heads, round(heads * head_bytes / SUMS_BYTES)))
+
+
+def pairs_of_documents(shape: Shape, lengths: np.ndarray) -> float:
+    """Count the pairs of documents."""
+    return float((lengths.astype(np.float64) ** 2).sum()) * (0.5 if shape.causal else 1.0)
+
+
+def shape_of_documents(
+    shape: Shape, begins: np.ndarray, layout: Layout, whole: np.ndarray | None = None
+) -> Shape:
     """Return a shape with the pairs of packed documents, and the calls into which runs cut them.
 
     A document that lies in c runs of all ranks is c / R of a rank, each against all in the ring;
-    gather takes all of a rank at once but for documents that end within a chunk.
+    gather takes all of a rank at once but for documents that end within a chunk. `whole`: lengths
+    of documents beside these.
     """
     lengths = np.diff(begins).astype(np.float64)
-    pairs = float((lengths * lengths).sum()) * (0.5 if shape.causal else 1.0)
+    lengths = lengths[lengths > 0]
+    pairs = pairs_of_documents(shape, lengths)
+    beside = 0.0 if whole is None else pairs_of_documents(shape, whole)
     runs = sum(len(layout.spans(rank)) for rank in range(layout.size))
     cut = np.maximum(lengths * runs / max(layout.seqlen, 1), 1.0)
     of_ring = float((cut * cut).sum()) / layout.size * (0.5 if shape.causal else 1.0)
     of_gather = min(len(lengths), runs) / layout.size
-    return dataclasses.replace(shape, pairs=max(pairs, 1.0), pieces=(of_gather, of_ring))
+    pieces = (of_gather, of_ring)
+    return dataclasses.replace(shape, pairs=max(pairs, 1.0), pieces=pieces, beside=beside)
 
 
 def gather_groups(
@@ -167,6 +185,11 @@ def work_of(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     return 2 * shape.batch * shape.heads_q * shape.dims * pairs / size / speeds.flops
 
 
+def beside_of(shape: Shape, size: int, speeds: Speeds) -> float:
+    """Return the seconds of a rank's attention that waits for no keys."""
+    return work_of(dataclasses.replace(shape, pairs=shape.beside), 0, size, speeds)
+
+
 def gather_seconds(
     shape: Shape, seqlen: int, size: int, speeds: Speeds, groups: tuple[int, ...]
 ) -> float:
@@ -181,7 +204,8 @@ def gather_seconds(
     brought = packed + (size - 1) * own / speeds.comes
     ordered = 0.0 if shape.in_order else 2 * size * own / COPY_BYTES
     least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
-    here = done = CALL_SECONDS + POST_SECONDS * (len(groups) - 1)
+    here = CALL_SECONDS + POST_SECONDS * (len(groups) - 1)
+    done = here + beside_of(shape, size, speeds)
     for group in groups:
         share = group / sum(groups)
         here += brought * share + speeds.latency
@@ -213,6 +237,7 @@ def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     rounded = results * (4 + shape.itemsize) / COPY_BYTES if shape.itemsize < 4 else 0.0
     packed = 2 * shape.key_bytes(rows) / COPY_BYTES
     host = CALL_SECONDS + POST_SECONDS * (size - 1) + shape.pieces[1] * PIECE_SECONDS
+    host += beside_of(shape, size, speeds)
     return host + packed + (size - 1) * (max(step, hop) + merge) + step + rounded
 
 
@@ -251,9 +276,12 @@ def backward_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> di
     exchanges = heads_seconds(shape, seqlen, size, speeds) - work_of(shape, seqlen, size, speeds)
     sent = (size - 1) * sums / speeds.bytes
     in_gather, in_ring = (PIECE_SECONDS * count for count in shape.pieces)
-    in_gather *= min(MOST_GROUPS, shape.heads_kv)
+    whole = size * sums
+    in_gather *= groups_of_sums(shape.heads_kv, whole / shape.heads_kv)
+    beside = BACKWARD * beside_of(shape, size, speeds)
+    in_gather, in_ring = in_gather + beside, in_ring + beside
     return {
-        "gather": IN_PARTS * work + again + sent + 16 * size * sums / COPY_BYTES + in_gather,
+        "gather": IN_PARTS * work + again + sent + 16 * whole / COPY_BYTES + in_gather,
         "heads": work + exchanges - host,
         "ring": IN_PARTS * work
         + max(again - work, 0.0)
@@ -279,16 +307,23 @@ def choose(
     seqlen: int,
     size: int,
     limits: tuple[dict[str, str], int, Speeds | None],
+    cut: tuple[Shape, int] | None = None,
 ) -> Choice:
-    """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
+    """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds.
+
+    `cut`: the documents that gather and ring bring keys of, and their tokens, where not of all.
+    """
     refused, memory, speeds = limits
     refused = dict(refused)
     usual = "two H200s and their copy engines" if speeds is ENGINES else "two H100s"
     where = f" of {usual} (parallel.calibrate measures this group)"
     where = where if speeds in (None, ENGINES) else ""
     speeds = speeds or Speeds()
-    groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
-    seconds = model(shape, seqlen, size, speeds, groups)
+    part, tokens = (shape, seqlen) if cut is None else cut
+    groups, needed = gather_groups(part, tokens, size, memory, speeds)
+    seconds = model(part, tokens, size, speeds, groups)
+    if cut is not None:
+        seconds["heads"] = model(shape, seqlen, size, speeds, groups)["heads"]
     alone = work_of(shape, seqlen, 1, speeds) * (1 + BACKWARD if shape.trains else 1)
     why = heads_refusal(shape, size)
     if why is not None:

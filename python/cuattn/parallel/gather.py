@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .attend import attend, heads_of, tokens_of
+from .cost import groups_of_sums
 from .exchange import Gathered, exchange, in_order, most_rows
 from .layout import Layout
 from .peers import Message
 from .schemes import Gradients, Scheme, empty_result, halves, labelled
 
-MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
 MOST_RUNS = 16  # of all ranks, each of which is read to its place by itself
 
 
@@ -95,6 +95,7 @@ class Gather(Scheme):
 
         try:
             coming = [post(group) for group in range(len(groups[:2]))]
+            self.beside()
             for index, (q_heads, kv_heads) in enumerate(groups):
                 with labelled(f"cuattn.parallel.gather.{index}"):
                     whole = coming.pop(0).wait().movedim(0, axis)
@@ -127,7 +128,10 @@ class Gather(Scheme):
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        step, heads_kv = -(-k.shape[-2] // MOST_GROUPS), k.shape[-2]
+        heads_kv = k.shape[-2]
+        batch = k.shape[0] if self.problem.axis == 1 else 1
+        head_bytes = 4 * self.layout.seqlen * batch * (k.shape[-1] + v.shape[-1])
+        step = -(-heads_kv // groups_of_sums(heads_kv, head_bytes))
         sizes = tuple(min(step, heads_kv - h) for h in range(0, heads_kv, step))
         for heads, kv_heads, (keys, values) in self.arrivals(q, k, v, sizes):
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a sequence lie on which rank.
 
-A sequence is cut into chunks of equal length, the last ones shorter or empty, and each chunk has an
-owner. A rank holds its chunks in the order of the sequence. With an inner group (two levels) the
-owners are the ranks of the outer group, and what an owner holds is cut once more, in order, into a
-part for each inner rank. Next: pairs.py.
+A sequence is cut into chunks, by name of equal length, the last ones shorter or empty, and each
+chunk has an owner. A rank holds its chunks in the order of the sequence. With an inner group (two
+levels) the owners are the ranks of the outer group, and what an owner holds is cut once more, in
+order, into a part for each inner rank. Next: deal.py, pairs.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-TILE = 128  # chunks are whole tiles of rows, so that kernels cut them as they cut the whole
+from .deal import TILE, deal
+
 Span = tuple[int, int]  # where tokens begin in the sequence, and how many there are
 
 
@@ -87,16 +88,36 @@ class Layout:
                 f"Layout: chunk must be at least {-(-seqlen // max(len(owners), 1))} for seqlen "
                 f"{seqlen} in {len(owners)} chunks, got {chunk}; leave it out"
             )
-        self.kind, self.seqlen, self.inner, self.outer = kind, seqlen, inner, outer
-        self.chunk, self.owners = chunk, tuple(owners)
-        self.size = inner * outer
+        ends = [min((index + 1) * chunk, seqlen) for index in range(len(owners))]
+        self._fill(kind, seqlen, (inner, outer), chunk, owners, ends)
+
+    def _fill(
+        self,
+        kind: str,
+        seqlen: int,
+        sizes: tuple[int, int],
+        chunk: int,
+        owners: Sequence[int],
+        ends: Sequence[int],
+    ) -> None:
+        self.kind, self.seqlen, (self.inner, self.outer) = kind, seqlen, sizes
+        self.chunk, self.owners, self.ends = chunk, tuple(owners), tuple(ends)
+        self.size = self.inner * self.outer
+
+    @classmethod
+    def _of(cls, kind: str, size: int, owners: Sequence[int], ends: Sequence[int]) -> Layout:
+        """Make a layout of chunks of any length, each given by its owner and where it ends."""
+        layout = cls.__new__(cls)
+        layout._fill(kind, ends[-1] if ends else 0, (1, size), 0, owners, ends)
+        return layout
 
     @classmethod
     def balanced(cls, cu_seqlens: Any, size: int, *, chunk: int = 1024) -> Layout:
-        """Deal chunks of packed documents so that each rank has as many visible pairs.
+        """Deal packed documents so that each rank has as many tokens and as many visible pairs.
 
-        The chunks with most pairs of a causal mask are dealt first, each to the rank that has
-        fewest so far and room for another: all have the same number of chunks, or one less.
+        Documents stay whole where that can be: what lies on one rank needs no keys of others. Where
+        ranks would then differ, by more than 3 % of the pairs of a causal mask, chunks of the
+        sequence are dealt, those with most pairs first.
 
         Parameters
         ----------
@@ -118,25 +139,11 @@ class Layout:
                 f"Layout.balanced: size and chunk must be >= 1, got {size} and {chunk}; count the "
                 "ranks and the tokens of a chunk"
             )
-        seqlen = int(begins[-1])
-        count = -(-seqlen // chunk)
-        weights = np.zeros(count, np.int64)
-        place = places_of(begins)
-        np.add.at(weights, np.arange(seqlen) // chunk, place + 1)
-        room, load = -(-count // size), [0] * size
-        owned = [0] * size
-        owners = [0] * count
-        for index in np.argsort(-weights, kind="stable").tolist():
-            rank = min((r for r in range(size) if owned[r] < room), key=lambda r: (load[r], r))
-            owners[index] = rank
-            owned[rank] += 1
-            load[rank] += int(weights[index])
-        layout = cls.__new__(cls)
-        layout._set("balanced", seqlen, 1, size, chunk, owners)
-        return layout
+        runs = deal(begins, size, chunk)
+        return cls._of("balanced", size, [run.rank for run in runs], [run.end for run in runs])
 
     def _key(self) -> tuple[Any, ...]:
-        return (self.seqlen, self.inner, self.outer, self.chunk, self.owners)
+        return (self.seqlen, self.inner, self.outer, self.ends, self.owners)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._key() == other._key()
@@ -146,12 +153,13 @@ class Layout:
 
     def __repr__(self) -> str:
         size = self.size if self.inner == 1 else (self.inner, self.outer)
-        return f"Layout({self.kind!r}, seqlen={self.seqlen}, size={size}, chunk={self.chunk})"
+        chunk = f"chunk={self.chunk}" if self.chunk else f"chunks={len(self.ends)}"
+        return f"Layout({self.kind!r}, seqlen={self.seqlen}, size={size}, {chunk})"
 
     def outer_layout(self) -> Layout:
         """Return the layout of the outer group alone."""
         layout = Layout.__new__(Layout)
-        layout._set(self.kind, self.seqlen, 1, self.outer, self.chunk, self.owners)
+        layout._fill(self.kind, self.seqlen, (1, self.outer), self.chunk, self.owners, self.ends)
         return layout
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  small, and layouts are few
@@ -169,8 +177,8 @@ class Layout:
 
     def _chunks_of(self, rank: int) -> list[Span]:
         outer, inner = divmod(rank, self.inner)
-        mine = [i * self.chunk for i, owner in enumerate(self.owners) if owner == outer]
-        spans = [(begin, min(self.chunk, self.seqlen - begin)) for begin in mine]
+        chunks = zip((0, *self.ends), self.ends, self.owners, strict=False)
+        spans = [(begin, end - begin) for begin, end, owner in chunks if owner == outer]
         spans = [(begin, count) for begin, count in spans if count > 0]
         if self.inner == 1:
             return spans

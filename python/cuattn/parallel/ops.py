@@ -45,7 +45,8 @@ def numbers_of(layout: Any) -> tuple[str, list[int]]:
     """Spell a layout: a word, and the numbers of one that is not just a word."""
     if isinstance(layout, str):
         return layout, []
-    return layout.kind, [layout.seqlen, layout.inner, layout.outer, layout.chunk, *layout.owners]
+    sizes = layout.inner, layout.outer
+    return layout.kind, [layout.seqlen, *sizes, layout.chunk, *layout.owners, *layout.ends]
 
 
 def traced(group: Any, arrays: tuple[Tensor | None, ...], layout: Any, **words: Any) -> Any:
@@ -77,8 +78,9 @@ def read(
     where: Any = kind
     if layout:
         where = Layout.__new__(Layout)
-        seqlen, inner, outer, chunk, *owners = layout
-        where._set(kind, seqlen, inner, outer, chunk, owners)
+        seqlen, inner, outer, chunk, *rest = layout
+        owners, ends = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        where._fill(kind, seqlen, (inner, outer), chunk, owners, ends)
     given = dict(zip(WORDS, words, strict=True))
     given["window"] = tuple(given["window"])
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias}

@@ -19,6 +19,7 @@ import cuattn
 from .attend import Dropout, Problem
 from .check import Said, no_answer
 from .cost import ENGINES, Choice, Shape, choose, heads_refusal, layout_of, shape_of_documents
+from .documents import Split, split_of
 from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
 from .team import NoAnswer, Team
@@ -40,6 +41,7 @@ class Plan:
     choice: Choice
     scheme: str
     said: Said | None  # what every rank must say alike
+    split: Split | None = None  # of packed documents, where some lie whole on a rank
 
 
 def limit_memory(function: str, given: dict[str, Any], inner: Team | None, outer: Team) -> None:
@@ -123,13 +125,18 @@ def plan_of(
         layout.inner == 1 and layout.kind == "contiguous",
         trains=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     )
+    runs, ends, split, cut = layout.outer_layout(), begins, None, None
     if begins is not None:
-        shape = shape_of_documents(shape, begins, layout.outer_layout())
+        shape = shape_of_documents(shape, begins, runs)
+        split = split_of(runs, begins.tobytes(), outer.rank)
+    if split is not None:
+        runs, ends = split.layout, split.cut
+        cut = shape_of_documents(shape, ends, runs, split.whole), runs.seqlen
     refused = refusals(given, kernel, q, window, bias)
     ambiguous = bias is not None and any(layout.rows(rank) == 1 for rank in range(layout.size))
     if ambiguous and inner is None and given["scheme"] == "auto":  # all ranks choose alike
         refused.setdefault("heads", "a rank with one row cannot tell whether a bias is of rows")
-    if given["dropout_p"] and q.is_cuda and not begins_at_16(layout.outer_layout(), begins):
+    if given["dropout_p"] and q.is_cuda and not begins_at_16(runs, ends):
         refused.setdefault(
             "ring",
             "dropout on CUDA draws for 16 keys at a time, and the keys of a rank begin elsewhere "
@@ -138,9 +145,9 @@ def plan_of(
     usual = ENGINES if outer.reads_on(q.device) else None
     limits = refused, given["memory_limit"], outer.speeds or usual
     if inner is None:
-        choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
+        choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits, cut)
     else:
-        choice = choose_two_levels(function, given["scheme"], shape, layout, limits)
+        choice = choose_two_levels(function, given["scheme"], shape, layout, limits, cut)
     if q.is_cuda:
         choice = dataclasses.replace(choice, transport=outer.transport)
     by_heads = inner is not None or choice.scheme == "heads"
@@ -155,11 +162,18 @@ def plan_of(
         choice.groups, used=read_used(function, given["seqused"], q, layout.seqlen),
         dropout=dropout_of(given, q.shape[-2]),
     )  # fmt: skip
-    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
+    scheme = choice.outer or choice.scheme
+    plan = Plan(inner, outer, layout, None, problem, choice, scheme, None, split)
     if choice.scheme == "heads":
         whole = Layout("contiguous", layout.seqlen, 1)
         plan = dataclasses.replace(
-            plan, inner=outer, outer=None, layout=whole, inner_layout=layout, scheme="local"
+            plan,
+            inner=outer,
+            outer=None,
+            layout=whole,
+            inner_layout=layout,
+            scheme="local",
+            split=None,
         )
     elif inner is not None:
         plan.layout = layout.outer_layout()
@@ -195,7 +209,7 @@ def said_of(
         "dtype": q.dtype,
         "device": q.device.type,
         "memory of others": team.reads_on(q.device),
-        "layout": (layout, hash(layout.owners)),
+        "layout": (layout, hash(layout)),
         "scheme": (given["scheme"], plan.choice.scheme, plan.choice.outer),
         **{name: given[name] for name in words},
         **{name: shape_words(given[name]) for name in ARRAYS if name != "bias"},
@@ -226,7 +240,7 @@ def shape_of_bias(x: Tensor | None) -> str:
 
 
 def choose_two_levels(
-    function: str, wanted: str, shape: Shape, layout: Layout, limits: Any
+    function: str, wanted: str, shape: Shape, layout: Layout, limits: Any, cut: Any
 ) -> Choice:
     """Choose the scheme of the outer group; heads are dealt to the inner one."""
     size = layout.inner
@@ -236,12 +250,14 @@ def choose_two_levels(
             f"{function}: group must be one group here: {why} of the inner one; pass the ranks as "
             "one group"
         )
-    part = dataclasses.replace(
-        shape, heads_q=shape.heads_q // size, heads_kv=max(shape.heads_kv // size, 1)
-    )
+    heads = shape.heads_q // size, max(shape.heads_kv // size, 1)
+    part = dataclasses.replace(shape, heads_q=heads[0], heads_kv=heads[1])
+    if cut is not None:
+        cut = dataclasses.replace(cut[0], heads_q=heads[0], heads_kv=heads[1]), cut[1]
     refused = {name: why for name, why in limits[0].items() if name != "heads"}
     refused["heads"] = "the inner group has the heads"
-    outer = choose(function, wanted, part, layout.seqlen, layout.outer, (refused, *limits[1:]))
+    limits = (refused, *limits[1:])
+    outer = choose(function, wanted, part, layout.seqlen, layout.outer, limits, cut)
     seconds = {"two levels": outer.seconds.get(outer.scheme, 0.0)}
     reason = f"two groups were given; {outer.scheme} over the outer one: {outer.reason}"
     return dataclasses.replace(

@@ -78,6 +78,8 @@ class Ring(Scheme):
             if step < last:
                 count = self.layout.rows((self.rank - step - 1) % size)
                 shift = Shift(self.team, rows, rows.new_empty(count, *rows.shape[1:]))
+            if step == 0:
+                self.beside()
             keys, values = halves(rows.movedim(0, axis), k, v)
             with labelled(f"cuattn.parallel.ring.{step}"):
                 yield step, (self.rank - step) % size, keys, values
@@ -96,6 +98,7 @@ class Ring(Scheme):
         message = Message(peers, self.rank, [pair], most_rows(self.layout))
         try:
             here = message.of(self.rank, 0, (0, len(pair[0])))
+            self.beside()
             for step in range(last + 1):
                 owner = (self.rank - step - 1) % size
                 rows = self.layout.rows(owner) if step < last else 0

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,9 +116,11 @@ def fold_of(layout: Layout, rank: int, owner: int | None, window: Window) -> tup
 class Fold(NamedTuple):
     """Chunks of packed documents as a batch over all keys: each with the last document in it.
 
-    `rest`: what of a chunk lies in documents before, as (first token, its row on the rank, tokens).
+    `rest`: what of a chunk lies in documents before, and other chunks, as (first token, its row on
+    the rank, tokens).
     """
 
+    rows: slice  # of the rank
     begins: tuple[int, ...]  # of the keys of each chunk
     ends: tuple[int, ...]
     rest: tuple[tuple[int, int, int], ...]
@@ -125,20 +128,28 @@ class Fold(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def fold_of_documents(layout: Layout, rank: int, begins: bytes) -> Fold | None:
-    """Fold the chunks of a rank, causal; None where they are not as long, or one."""
+    """Fold most chunks of a rank that follow each other, as long, causal; None: no two do."""
     chunks = layout.chunks(rank)
-    if len(chunks) < 2 or len({count for _, count in chunks}) > 1:
+    stretches = (list(x) for _, x in itertools.groupby(enumerate(chunks), lambda x: x[1][1]))
+    indices = [index for index, _ in max(stretches, key=len, default=[])]
+    if len(indices) < 2:
         return None
     starts = np.frombuffer(begins, np.int64)
-    tokens, size = np.array([token for token, _ in chunks]), chunks[0][1]
-    firsts = starts[np.searchsorted(starts, tokens + size - 1, side="right") - 1]
-    ends = tokens + size
-    rest = tuple(
-        (token, row * size, first - token)
-        for row, (token, first) in enumerate(zip(tokens.tolist(), firsts.tolist(), strict=True))
-        if first > token
-    )
-    return Fold(tuple(firsts.tolist()), tuple(ends.tolist()), rest)
+    firsts, ends, rest, row, at = [], [], [], 0, 0
+    for index, (token, count) in enumerate(chunks):
+        if index == indices[0]:
+            at = row
+        left = count
+        if index in indices:
+            first = int(starts[np.searchsorted(starts, token + count - 1, side="right") - 1])
+            firsts.append(first)
+            ends.append(token + count)
+            left = first - token
+        if left > 0:
+            rest.append((token, row, left))
+        row += count
+    rows = slice(at, at + len(indices) * chunks[indices[0]][1])
+    return Fold(rows, tuple(firsts), tuple(ends), tuple(rest))
 
 
 class Scheme:
@@ -147,6 +158,7 @@ class Scheme:
     def __init__(self, team: Team | None, layout: Layout, problem: Problem) -> None:
         self.team, self.layout, self.problem = team, layout, problem
         self.rank = 0 if team is None else team.rank
+        self.beside: Callable[[], None] = lambda: None  # what is done when first keys are asked for
 
     def calls(
         self, q: Tensor, k: Tensor, v: Tensor, owner: int | None
@@ -199,8 +211,9 @@ class Scheme:
         if fold is None:
             yield from self.calls(q, k, v, None)
             return
-        rows, keys = slice(0, len(q)), slice(0, len(k))
-        yield make_folded_call(problem, fold.ends, q, k, v, fold.begins), rows, keys, True
+        folded = tokens_of(problem, q, fold.rows)
+        call = make_folded_call(problem, fold.ends, folded, k, v, fold.begins)
+        yield call, fold.rows, slice(0, len(k)), True
         for token, row, count in fold.rest:
             runs: tuple[Span, Span, int] = ((token, count), (0, len(k)), row)
             for piece in find_pieces(*runs[:2], problem.window, begins):

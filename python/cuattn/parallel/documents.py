@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed documents that lie whole on a rank, apart from those that are cut.
+
+The whole ones need no keys of others: one call attends to those of a rank, while keys of the cut
+ones come, by gather or ring over a sequence that holds nothing else. Next: gather.py, ring.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .attend import Call, Problem, attend, dropout_of, gradients, offsets, on_device
+from .layout import Layout
+from .pairs import Piece
+from .schemes import Gradients, Scheme, empty_result, labelled
+from .team import Team
+
+
+class Split(NamedTuple):
+    """The documents of a layout in two parts; those of the other part count as empty."""
+
+    layout: Layout  # of the tokens of cut documents
+    cut: np.ndarray  # where documents begin among these
+    whole: np.ndarray  # lengths of the others
+    counts: tuple[int, ...]  # the tokens of each document on this rank
+    in_use: tuple[int, ...]  # of them those of whole documents
+    rows: tuple[slice, ...]  # of this rank, of cut documents
+
+
+def counts_of(layout: Layout, begins: np.ndarray) -> np.ndarray:
+    """Count the tokens of each document on each rank, [ranks, documents]."""
+    before = np.zeros((layout.size, len(begins)), np.int64)  # of a rank, where each begins
+    for rank in range(layout.size):
+        for begin, count in layout.spans(rank):
+            before[rank] += np.clip(begins - begin, 0, count)
+    return np.diff(before)
+
+
+@functools.lru_cache(maxsize=256)
+def split_of(layout: Layout, begins: bytes, rank: int) -> Split | None:
+    """Split packed documents as a rank has them; None where all are cut."""
+    ends = np.frombuffer(begins, np.int64)
+    lengths, counts = np.diff(ends), counts_of(layout, ends)
+    is_cut = (counts > 0).sum(0) > 1
+    whole = np.where(is_cut, 0, lengths)
+    if not whole.any():
+        return None
+    cut = np.concatenate([[0], np.cumsum(lengths - whole)])
+    # A chunk holds what of its tokens is of cut documents.
+    chunk_ends = np.interp(layout.ends, ends, cut).astype(np.int64).tolist()
+    own, row = counts[rank], 0
+    rows: list[slice] = []
+    for count, is_here in zip(own.tolist(), is_cut.tolist(), strict=True):
+        if is_here and count > 0:
+            begin = rows.pop().start if rows and rows[-1].stop == row else row
+            rows.append(slice(begin, row + count))
+        row += count
+    return Split(
+        Layout._of("cut", layout.size, layout.owners, chunk_ends),
+        *(cut, whole, tuple(own.tolist()), tuple(np.where(is_cut, 0, own).tolist()), tuple(rows)),
+    )
+
+
+class Apart(Scheme):
+    """Whole documents here, cut ones by a scheme."""
+
+    def __init__(
+        self, kind: type[Any], split: Split, team: Team, layout: Layout, problem: Problem
+    ) -> None:
+        super().__init__(team, layout, problem)
+        self.kind, self.split = kind, split
+
+    def scheme(self) -> Any:
+        """Return the scheme of the cut documents."""
+        problem = dataclasses.replace(self.problem, begins=self.split.cut)
+        return self.kind(self.team, self.split.layout, problem)
+
+    def of_cut(self, x: Tensor, axis: int = 0) -> Tensor:
+        """Return the rows of cut documents: a view where they lie together."""
+        parts = [x.narrow(axis, rows.start, rows.stop - rows.start) for rows in self.split.rows]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, axis) if parts else x.narrow(axis, 0, 0)
+
+    def put(self, into: Tensor, rows: Tensor, axis: int = 0) -> None:
+        """Write the rows of cut documents."""
+        first = 0
+        for place in self.split.rows:
+            count = place.stop - place.start
+            to = into.narrow(axis, place.start, count)
+            to.copy_(rows.narrow(axis, first, count))
+            first += count
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call | None:
+        """Make the call of whole documents, in which rows of cut ones are not in use."""
+        counts, in_use = self.split.counts, self.split.in_use
+        most = max(in_use, default=0)
+        if most == 0:
+            return None
+        problem = self.problem
+        options = problem.options() | {"window": problem.window}
+        if self.split.rows:
+            options["seqused_q"] = options["seqused_k"] = on_device(in_use, q.device)
+            most = max(counts)
+        if problem.slopes is not None:
+            options["alibi_slopes"] = problem.slopes.contiguous()
+        if problem.dropout is not None:
+            piece = Piece(slice(0, 0), slice(0, 0), problem.window, 0)
+            options |= dropout_of(problem.dropout, piece, (0, 0))
+        begins = offsets(counts, q.device)
+        return Call(q, k, v, options, None, (begins, begins, most, most))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to whole documents when keys of the others are on their way."""
+        out, lse = empty_result(self.problem, q, v, q.dtype)
+
+        def attend_to_whole() -> None:
+            call = self.call(q, k, v)
+            if call is not None:
+                with labelled("cuattn.parallel.whole"):
+                    attend(call, sinks, out, lse)
+
+        if self.split.layout.seqlen == 0:
+            attend_to_whole()
+            return out, lse
+        scheme = self.scheme()
+        scheme.beside = attend_to_whole
+        part, part_lse = scheme.forward(*(self.of_cut(x) for x in (q, k, v)), sinks)
+        self.put(out, part)
+        self.put(lse, part_lse, -1)
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
+    ) -> Gradients:
+        """Differentiate whole documents when keys of the others are on their way."""
+        found: list[Tensor] = []
+
+        def differentiate_whole() -> None:
+            call = self.call(q, k, v)
+            if call is None:
+                found.extend(torch.zeros_like(x) for x in (q, k, v))
+            else:
+                with labelled("cuattn.parallel.whole"):
+                    found.extend(gradients(self.problem, call, result, sinks, False))
+
+        if self.split.layout.seqlen == 0:
+            differentiate_whole()
+        else:
+            dout, out, lse, dlse = result
+            mine = (
+                *(self.of_cut(x) for x in (dout, out)),
+                self.of_cut(lse, -1).contiguous(),
+                None if dlse is None else self.of_cut(dlse, -1).contiguous(),
+            )
+            scheme = self.scheme()
+            scheme.beside = differentiate_whole
+            arrays = (self.of_cut(x) for x in (q, k, v))
+            *parts, dsinks = scheme.backward(*arrays, sinks, mine)
+            for whole, part in zip(found, parts, strict=False):
+                self.put(whole, part)
+            if sinks is not None:
+                found[3:] = [found[3] + dsinks if len(found) > 3 else dsinks]
+        if sinks is not None and len(found) == 3:
+            found.append(torch.zeros_like(sinks))
+        return found[0], found[1], found[2], found[3] if sinks is not None else None
