@@ -43,11 +43,14 @@ def statuses(row: dict) -> dict[str, str]:
 
 @pytest.mark.parametrize("workload", DECODE, ids=lambda w: w.name)
 def test_every_kind_of_call_gives_the_right_result(workload):
-    words = ("auto", "invariant", "v1", "v2", "wide", "replan", "dense", "sm80", "naive", "cascade")
+    words = (
+        *("auto", "invariant", "v1", "v2", "wide", "codes", "replan", "dense", "sm80", "naive"),
+        "cascade",
+    )
     row = row_of(workload, words)
     status = statuses(row)
     assert [status[name] for name in ("auto", "invariant", "v1", "v2")] == ["ok"] * 4
-    assert (status["wide"] == "ok") == workload.e4m3
+    assert (status["wide"] == "ok") == (status["codes"] == "ok") == workload.e4m3
     of_cascade = "ok" if workload.shared_len else "unsupported: for a shared prefix only"
     assert status["cascade"] == of_cascade
     assert status["replan"].startswith("unsupported")  # the CPU needs no plan

@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
     "paged": _decode(paged, backends=("auto", "replan"), peers=("flashinfer",)),
     "paged_vllm": _decode(paged_vllm, backends=("auto", "v1", "v2")),
     "paged_blocks": _decode(paged_blocks),
-    "paged_fp8": _decode(paged_fp8, backends=("auto", "wide")),
+    "paged_fp8": _decode(paged_fp8, backends=("auto", "wide", "codes")),
     "paged_ragged": _decode(paged_ragged, backends=("auto", "replan"), peers=("flashinfer",)),
     "paged_invariant": _decode(paged_invariant, backends=("auto", "invariant")),
     "cascade": _decode(cascade, backends=("auto", "cascade"), peers=("flashinfer",)),

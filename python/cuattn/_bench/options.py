@@ -28,6 +28,7 @@ BACKENDS = (
     "cpu",
     "replan",
     "wide",
+    "codes",
     "v1",
     "v2",
     "dense",

@@ -164,7 +164,7 @@ def paged_blocks() -> Iterable[PagedWorkload]:
 
 
 def paged_fp8() -> Iterable[PagedWorkload]:
-    """Float8 caches (e4m3fn) beside the same numbers in bfloat16."""
+    """Float8 caches (e4m3fn) beside the same numbers in bfloat16, and under float8 queries."""
     for layout in ("nhd", "vllm"):
         for batch, context, heads in (
             (16, 8192, (32, 8)),
@@ -173,7 +173,7 @@ def paged_fp8() -> Iterable[PagedWorkload]:
             (16, 8192, (32, 32)),
         ):
             name = f"{layout}, {heads[0]}/{heads[1]} {batch} x {context}"
-            bars = (Bar(AUTO, "cuattn:wide", 1.7),)
+            bars = (Bar(AUTO, "cuattn:wide", 1.7), Bar("cuattn:codes", AUTO, 0.9))
             yield decode(batch, context, heads, name=name, kv_layout=layout, e4m3=True, bars=bars)
 
 

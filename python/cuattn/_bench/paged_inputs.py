@@ -79,6 +79,7 @@ class PagedInputs:
         shapes = cache_shapes(w, num_blocks * sets, self.q.element_size())
         caches = [draw(shape) for shape in shapes]
         if w.e4m3:
+            self.q = self.q.to(torch.float8_e4m3fn).to(dtype)
             caches = [cache.to(torch.float8_e4m3fn).to(dtype) for cache in caches]
         self.caches = list(zip(*(cache.split(num_blocks) for cache in caches), strict=True))
 
@@ -126,7 +127,7 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
 
     "auto" or a rung: paged_attention, its plan made beforehand where it needs one. "replan": the
     plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
-    kept in q's dtype. "v1", "v2": PagedAttention. "cascade": cascade_attention, its prefix apart.
+    kept in q's dtype. "codes": q in float8, too. "v1", "v2": PagedAttention. "cascade": cascade_attention, its prefix apart.
     Of prefill: "auto" or a rung over pages, "dense" over the same keys packed.
     """
 
@@ -134,7 +135,7 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
         if w.query_lens:
             return prefill(w, x, backend)
         require(backend != "dense", "for prefill only")
-        require(w.e4m3 or backend != "wide", "for float8 caches only")
+        require(w.e4m3 or backend not in ("wide", "codes"), "for float8 caches only")
         if backend == "cascade":
             return cascade(w, x)
         is_narrow = w.e4m3 and backend != "wide"
@@ -143,12 +144,15 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
         op = f"paged_attention_{version}" if version else "paged_attention"
         options: dict[str, Any] = {"kv_layout": w.kv_layout}
         if not version:
-            words = ("replan", "invariant", "wide")
+            words = ("replan", "invariant", "wide", "codes")
             options["backend"] = "auto" if backend in words else backend
             options["batch_invariant"] = backend == "invariant"
-        tail = (x.block_tables, x.context_lens)
+        tail, q = (x.block_tables, x.context_lens), x.q
+        if backend == "codes":
+            q = q.to(torch.float8_e4m3fn)
+            options["q_scale"] = torch.ones(w.num_heads_kv, device=q.device)
         try:
-            plan = cuattn.explain(op, x.q, *caches[0], *tail, **options)
+            plan = cuattn.explain(op, q, *caches[0], *tail, **options)
         except NotImplementedError as error:
             raise Unsupported(str(error)) from error
         planned = version is None and plan.num_splits == 0
@@ -160,8 +164,8 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
 
         def call(k: torch.Tensor, v: torch.Tensor) -> Any:
             if version:
-                return function(out, x.q, k, v, *tail, scale, **options)
-            return function(x.q, k, v, *tail, out=out, **options)
+                return function(out, q, k, v, *tail, scale, **options)
+            return function(q, k, v, *tail, out=out, **options)
 
         return Prepared(
             in_turn(caches, call),
@@ -205,7 +209,7 @@ def cascade(w: PagedWorkload, x: PagedInputs) -> Prepared:
 
 def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
     """attention_varlen over pages, or over the same keys in packed arrays."""
-    require(backend not in ("v1", "v2", "replan", "wide", "cascade"), "for decode only")
+    require(backend not in ("v1", "v2", "replan", "wide", "codes", "cascade"), "for decode only")
     cu_seqlens = (torch.tensor(x.starts), torch.tensor([0, *itertools.accumulate(w.context_lens)]))
     cu_seqlens_q, cu_seqlens_k = (ends.to(x.q.device, torch.int32) for ends in cu_seqlens)
     longest = (max(w.query_lens), max(w.context_lens))
