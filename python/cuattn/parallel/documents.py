@@ -33,28 +33,28 @@ class Split(NamedTuple):
     rows: tuple[slice, ...]  # of this rank, of cut documents
 
 
-def counts_of(layout: Layout, begins: np.ndarray) -> np.ndarray:
-    """Count the tokens of each document on each rank, [ranks, documents]."""
-    before = np.zeros((layout.size, len(begins)), np.int64)  # of a rank, where each begins
-    for rank in range(layout.size):
-        for begin, count in layout.spans(rank):
-            before[rank] += np.clip(begins - begin, 0, count)
-    return np.diff(before)
-
-
 @functools.lru_cache(maxsize=256)
 def split_of(layout: Layout, begins: bytes, rank: int) -> Split | None:
     """Split packed documents as a rank has them; None where all are cut."""
     ends = np.frombuffer(begins, np.int64)
-    lengths, counts = np.diff(ends), counts_of(layout, ends)
-    is_cut = (counts > 0).sum(0) > 1
+    lengths = np.diff(ends)
+    # Between two cuts all tokens are of one document and one owner.
+    cuts = np.unique(np.concatenate([ends, np.array(layout.ends, np.int64)]))
+    document = np.searchsorted(ends, cuts[:-1], side="right") - 1
+    owner = np.array(layout.owners)[np.searchsorted(layout.ends, cuts[:-1], side="right")]
+    first, last = np.full(len(lengths), layout.size), np.full(len(lengths), -1)
+    np.minimum.at(first, document, owner)
+    np.maximum.at(last, document, owner)
+    is_cut = first < last
+    own = np.zeros(len(lengths), np.int64)
+    np.add.at(own, document, np.diff(cuts) * (owner == rank))
     whole = np.where(is_cut, 0, lengths)
     if not whole.any():
         return None
     cut = np.concatenate([[0], np.cumsum(lengths - whole)])
     # A chunk holds what of its tokens is of cut documents.
     chunk_ends = np.interp(layout.ends, ends, cut).astype(np.int64).tolist()
-    own, row = counts[rank], 0
+    row = 0
     rows: list[slice] = []
     for count, is_here in zip(own.tolist(), is_cut.tolist(), strict=True):
         if is_here and count > 0:
