@@ -17,6 +17,7 @@ import cuattn  # noqa: E402
 import harness  # noqa: E402
 from cuattn.parallel import Layout  # noqa: E402
 from cuattn.parallel.attend import Dropout, Problem, attend  # noqa: E402
+from cuattn.parallel.decode import MOST_PLACES, list_places, local_lens  # noqa: E402
 from cuattn.parallel.schemes import Scheme  # noqa: E402
 
 SEQLEN, HEADS, DIMS = 600, (4, 2), (64, 64)
@@ -110,3 +111,23 @@ def test_rows_and_heads_of_a_rank_drop_what_the_whole_drops(name, dtype, device,
             attend(call, None, out[:, rows], lse[..., rows])
         near(out, want[0], dtype, ("out", rank, share))
         assert largest(lse, want[1]) <= 1e-4
+
+
+def test_one_kernel_counts_the_local_lengths(device, seed):
+    """How many places in the list of a rank lie before the end; lengths beyond it end with it."""
+    g = generator(seed)
+    for size, turn in itertools.product((1, 2, 3, 8), (1, 16, 48)):
+        lens = torch.randint(0, 1024 * size, (9,), generator=g).to(torch.int32)
+        lens[:3] = torch.tensor([0, 1, 1024 * size], dtype=torch.int32)
+        found = []
+        for rank in range(size):
+            places = list_places(1000, (rank, size, turn), lens.device)
+            found.append(torch.bucketize(lens, places, out_int32=True))
+            assert len(places) == 1024
+            assert int(torch.bucketize(torch.tensor(2**31 - 1), places.cpu())) == 1024
+            by_formula = local_lens(lens, rank=rank, size=size, interleave=turn)
+            assert torch.equal(found[-1], by_formula.clamp(max=1024))
+        if turn == 16:
+            assert torch.equal(sum(found), lens)
+    assert list_places(MOST_PLACES + 1, (0, 2, 16), lens.device) is None
+    assert list_places(1000, (0, 2, 16), lens.device) is list_places(1024, (0, 2, 16), lens.device)

@@ -127,7 +127,8 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
 
     "auto" or a rung: paged_attention, its plan made beforehand where it needs one. "replan": the
     plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
-    kept in q's dtype. "codes": q in float8, too. "v1", "v2": PagedAttention. "cascade": cascade_attention, its prefix apart.
+    kept in q's dtype. "codes": q in float8, too. "v1", "v2": PagedAttention. "cascade":
+    cascade_attention, its prefix apart.
     Of prefill: "auto" or a rung over pages, "dense" over the same keys packed.
     """
 

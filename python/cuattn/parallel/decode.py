@@ -56,6 +56,45 @@ def local_lens(context_lens: Tensor, *, rank: int, size: int, interleave: int) -
     return torch.add(own, full, alpha=interleave).to(torch.int32)
 
 
+MOST_PLACES = 1 << 22  # of tokens of a rank that are kept in a list
+KEPT_LISTS = 8
+_lists: dict[tuple[Any, ...], Tensor] = {}  # by what they depend on, for all threads
+
+
+def list_places(count: int, how: tuple[int, int, int], device: torch.device) -> Tensor | None:
+    """List where the first tokens of a rank stand in the whole, `count` or more.
+
+    `how`: rank, size, turn. None where they are too many, or a graph is captured, in whose memory a
+    new list would be.
+    """
+    count = 1 << max(count - 1, 1023).bit_length()  # contexts grow
+    found = _lists.get(key := (count, how, device))
+    if found is None and count <= MOST_PLACES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        rank, size, turn = how
+        own = torch.arange(count, device="cpu")
+        places = (own // turn * size + rank) * turn + own % turn
+        with torch.inference_mode(False):  # it is used in other modes, too
+            # A copy from the host, which waits: other streams read it.
+            found = places.clamp(max=2**31 - 1).to(torch.int32).to(device)
+        if len(_lists) >= KEPT_LISTS:
+            _lists.clear()
+        _lists[key] = found
+    return found
+
+
+def lens_of_rank(given: dict[str, Any], turn: int) -> Tensor:
+    """Count local lengths by one kernel: how many of the rank's tokens stand before the end."""
+    team, lens, tables = given["team"], given["context_lens"], given["block_tables"]
+    block_size = given["k_cache"].shape[BLOCK_SIZE_AXIS[given["kv_layout"]]]
+    how = team.rank, team.size, turn
+    places = list_places(tables.shape[1] * block_size, how, lens.device)
+    if places is None:
+        return local_lens(lens, rank=team.rank, size=team.size, interleave=turn)
+    return torch.bucketize(lens, places, out_int32=True)
+
+
 def local_slots(
     positions: Tensor,
     block_tables: Tensor,
@@ -173,7 +212,7 @@ def run_planned(given: dict[str, Any]) -> Tensor:
     except NoAnswer as error:
         when = "all looked whether they share a host"
         raise no_answer("parallel.paged_attention", when, error) from error
-    q, context_lens = given["q"], given["context_lens"]
+    q = given["q"]
     plans: list[tuple[int, torch.dtype, Said]] = []
 
     def contract() -> Said:
@@ -182,7 +221,7 @@ def run_planned(given: dict[str, Any]) -> Tensor:
 
     agree("parallel.paged_attention", team, given["check"], contract)
     turn, wide, _ = plans[0]
-    lens = local_lens(context_lens, rank=team.rank, size=team.size, interleave=turn)
+    lens = lens_of_rank(given, turn)
     takes_all = given["reduce"] == "all"
     num_seqs, num_heads, head_dim = q.shape
     share = Share(num_seqs, num_heads, head_dim, 1 if takes_all else team.size)
