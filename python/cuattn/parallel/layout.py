@@ -103,6 +103,8 @@ class Layout:
         self.kind, self.seqlen, (self.inner, self.outer) = kind, seqlen, sizes
         self.chunk, self.owners, self.ends = chunk, tuple(owners), tuple(ends)
         self.size = self.inner * self.outer
+        self._key = (seqlen, *sizes, self.ends, self.owners)
+        self._hash = hash(self._key)  # a call asks for it often, and chunks may be many
 
     @classmethod
     def _of(cls, kind: str, size: int, owners: Sequence[int], ends: Sequence[int]) -> Layout:
@@ -142,14 +144,11 @@ class Layout:
         runs = deal(begins, size, chunk)
         return cls._of("balanced", size, [run.rank for run in runs], [run.end for run in runs])
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.seqlen, self.inner, self.outer, self.ends, self.owners)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._key() == other._key()
+        return self is other or (isinstance(other, Layout) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
 
     def __repr__(self) -> str:
         size = self.size if self.inner == 1 else (self.inner, self.outer)
