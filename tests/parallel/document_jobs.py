@@ -8,11 +8,12 @@ import itertools
 import jobs
 import numpy as np
 import torch
+import torch.distributed as dist
 from jobs import draw, generator, judge, poisoned, rows
 from option_jobs import both_ways, solve
 
 import cuattn.parallel as parallel
-from cuattn.parallel import Layout, exchange, gather, ring
+from cuattn.parallel import Layout, autograd, exchange, gather, ring
 from cuattn.parallel.documents import split_of
 
 
@@ -33,13 +34,13 @@ def layouts_of(begins, size):
     )
 
 
-def options_of(seed):
+def options_of(seed, heads=4):
     """Options whose terms count documents and places within them, or rows."""
     g = generator(seed)
     return (
-        {"causal": True, "sinks": 3 + torch.randn(4, generator=g)},
-        {"causal": True, "alibi_slopes": torch.rand(4, generator=g) / 8, "softcap": 3.0},
-        {"causal": True, "window": (60, -1), "sinks": 3 + torch.randn(4, generator=g)},
+        {"causal": True, "sinks": 3 + torch.randn(heads, generator=g)},
+        {"causal": True, "alibi_slopes": torch.rand(heads, generator=g) / 8, "softcap": 3.0},
+        {"causal": True, "window": (60, -1), "sinks": 3 + torch.randn(heads, generator=g)},
         {"window": (40, 20)},
         {},
     )
@@ -88,7 +89,7 @@ def dropped_by_document(ranks, seed):
 
 def whole_documents_alone(ranks, seed):
     """Nothing moves where no document is cut; with batch_invariant the bits of one process."""
-    begins = begins_of([256, 128, 128, 512, 0, 256, 256, 512])
+    begins = begins_of([256, 128, 128, 512, 0] * ranks.size)
     options = {"causal": True, "cu_seqlens": begins}
     arrays = draw(seed, int(begins[-1]), (4, 2), (32, 24), packed=True)
     problem = jobs.Whole(*arrays, options, axis=0)
@@ -107,13 +108,15 @@ def whole_documents_alone(ranks, seed):
             (ring, "Shift"),
             (ring, "Message"),
             (exchange, "gather_into"),
+            (autograd, "exchange"),
         )
     }
     try:
         for module, name in kept:
             setattr(module, name, moved)
         for scheme in ("auto", "gather", "ring"):
-            found = problem.on_ranks(ranks, layout, scheme, batch_invariant=True)
+            more = {"batch_invariant": True, "memory_limit": 0}  # nor is memory for keys taken
+            found = problem.on_ranks(ranks, layout, scheme, **more)
             judge(found, rows(want, layout, ranks.rank), "gather", scheme)
             shards = [layout.shard(x, ranks.rank, 0).requires_grad_() for x in arrays]
             out = parallel.attention_varlen(
@@ -123,6 +126,25 @@ def whole_documents_alone(ranks, seed):
     finally:
         for (module, name), value in kept.items():
             setattr(module, name, value)
+
+
+@poisoned
+def two_levels(ranks, seed, groups):
+    """Heads over pairs of ranks, the sequence over two such pairs, some documents whole on one."""
+    if not groups:
+        for pair in ((0, 1), (2, 3), (0, 2), (1, 3)):
+            group = dist.new_group(pair)
+            if ranks.rank in pair:
+                groups.append(group)
+    mine = ranks._replace(group=tuple(groups))
+    for number, lengths in enumerate(([300, 0, 5, 517, 1, 130, 64], [512, 512], [7] * 90)):
+        begins = begins_of(lengths)
+        arrays = draw(seed + number, int(begins[-1]), (8, 4), (32, 24), packed=True)
+        options = options_of(seed, 8)[0] | {"cu_seqlens": begins}
+        del options["sinks"]  # whose gradient is that of the heads of a rank
+        whole = solve(seed, arrays, options)
+        for kind, scheme in itertools.product(("contiguous", "zigzag"), ("gather", "ring")):
+            both_ways(mine, whole, Layout(kind, int(begins[-1]), (2, 2)), scheme)
 
 
 def by_buffers(ranks, seed):

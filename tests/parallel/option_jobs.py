@@ -135,7 +135,7 @@ def documents_in_one_call(ranks, seed):
                 Layout("zigzag", total, ranks.size),
             ):
                 problem = jobs.Whole(*arrays, given, axis=0)
-                if layout.kind == "by turns" and name in ("few", "one"):
+                if layout.kind == "by turns" and name == "one":
                     ends64 = begins.astype(np.int64).tobytes()
                     split = split_of(layout, ends64, ranks.rank)
                     where = layout if split is None else split.layout

@@ -20,6 +20,7 @@ from cuattn.parallel.cost import (  # noqa: E402
     Shape,
     Speeds,
     choose,
+    groups_of_sums,
     model,
     shape_of_documents,
 )
@@ -101,6 +102,14 @@ def test_whole_documents_hide_what_comes_for_the_others():
     assert apart.seconds["gather"] < alike.seconds["gather"] - 0.5e-3
     assert apart.buffer_bytes < alike.buffer_bytes / 10
     assert apart.scheme == "gather"
+
+
+def test_sums_of_a_short_sequence_go_home_at_once():
+    """Each group is calls and an exchange; of a long one they would fill the memory."""
+    bytes_of = 4 * 256  # of a token of a head
+    found = [groups_of_sums(16, tokens * bytes_of) for tokens in (1, 2442, 8192, 131072)]
+    assert found == [1, 1, 2, 8]
+    assert groups_of_sums(2, 131072 * bytes_of) == 2
 
 
 def test_documents_that_many_chunks_cut_go_by_no_ring():

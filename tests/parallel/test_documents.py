@@ -15,6 +15,7 @@ import document_jobs  # noqa: E402
 from layouts import draw_documents, draw_layout  # noqa: E402
 
 from cuattn.parallel import Layout  # noqa: E402
+from cuattn.parallel.deal import SLACKS, Deal  # noqa: E402
 from cuattn.parallel.documents import split_of  # noqa: E402
 
 
@@ -35,6 +36,10 @@ def test_nothing_moves_where_no_document_is_cut(size, pool, seed):
 @pytest.mark.parametrize("size", [2, 4])
 def test_keys_of_cut_documents_are_read_where_they_lie(size, pool, seed):
     pool.run(size, document_jobs.by_buffers, seed)
+
+
+def test_two_levels_of_documents(pool, seed):
+    pool.run(4, document_jobs.two_levels, seed, [])
 
 
 def test_a_split_has_every_token_once(rng):
@@ -62,10 +67,17 @@ def test_a_split_has_every_token_once(rng):
             own = np.concatenate([np.zeros(0, int), *(mine[rows] for rows in split.rows)])
             assert np.array_equal(own, mine[tokens[mine]])
             assert np.array_equal(split.layout.positions(rank), among[own])
-            assert split.layout.seqlen == tokens.sum() == split.cut[-1]
-            assert np.array_equal(np.diff(split.cut) + split.whole, np.diff(begins))
-            assert sum(split.counts) == len(mine)
-            assert sum(split.in_use) == len(mine) - len(own)
+            assert split.layout.seqlen == tokens.sum() == split.cut_begins[-1]
+            assert np.array_equal(np.diff(split.cut_begins) + split.whole_lengths, np.diff(begins))
+            for counts, in_use in (split.documents, split.sequences):
+                assert sum(counts) == len(mine)
+                used = np.repeat(in_use, counts) > 0  # all rows of a sequence, or none
+                assert np.array_equal(np.flatnonzero(~used), np.flatnonzero(tokens[mine]))
+                assert all(n in (0, count) for n, count in zip(in_use, counts, strict=True))
+            counts, in_use = split.sequences
+            assert [n for n in in_use if n] == [n for n in split.documents.in_use if n]
+            assert 0 not in counts
+            assert max(counts, default=0) <= max(*in_use, 1, 1)
     assert splits > 100
 
 
@@ -91,6 +103,25 @@ def test_few_documents_are_cut(size, rng):
         counts = [layout.rows(rank) for rank in range(size)]
         assert max(counts) - min(counts) < size
     assert np.mean(shares) <= 0.05
+
+
+def test_no_rank_has_more_tokens_than_its_share(rng):
+    """Of any documents, down to fewer tokens than ranks; every rank gets some of many tokens."""
+    for _ in range(2000):
+        lengths = np.exp(rng.normal(*rng.choice([(1, 1), (5, 1.5), (8, 2)]), rng.integers(0, 30)))
+        begins = np.concatenate([[0], np.cumsum(lengths.astype(int))])
+        size, chunk = int(rng.integers(1, 10)), int(rng.choice([1, 128, 1024, 10**9]))
+        for heavy, slack in itertools.product((np.inf, 0.25, 0.0), SLACKS):
+            runs = sorted(Deal(begins, size, max(chunk, 16), slack, heavy).runs)
+            counts = np.zeros(size, int)
+            for run in runs:
+                counts[run.rank] += run.end - run.begin
+            assert counts.max() <= -(-begins[-1] // size)
+            assert [run.begin for run in runs[1:]] == [run.end for run in runs[:-1]]
+            assert counts.sum() == begins[-1]
+        layout = Layout.balanced(begins, size, chunk=chunk)
+        if begins[-1] >= 4 * size:
+            assert min(layout.rows(rank) for rank in range(size)) > 0, (lengths, size, chunk)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])

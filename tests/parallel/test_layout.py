@@ -147,4 +147,6 @@ def test_counts_are_integers():
     for name, seqlen, chunk in (("seqlen", 10.5, None), ("chunk", 10, 5.5)):
         with pytest.raises(TypeError, match=f"Layout: {name} must be an integer, got .*; pass an"):
             Layout("zigzag", seqlen, 1, chunk=chunk)
+    with pytest.raises(TypeError, match=r"Layout.balanced: size must be an integer, got 2.0"):
+        Layout.balanced([0, 5], 2.0)
     assert Layout("zigzag", np.int64(10), 1).rows(0) == 10

@@ -237,8 +237,9 @@ def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
     rounded = results * (4 + shape.itemsize) / COPY_BYTES if shape.itemsize < 4 else 0.0
     packed = 2 * shape.key_bytes(rows) / COPY_BYTES
     host = CALL_SECONDS + POST_SECONDS * (size - 1) + shape.pieces[1] * PIECE_SECONDS
-    host += beside_of(shape, size, speeds)
-    return host + packed + (size - 1) * (max(step, hop) + merge) + step + rounded
+    first = max(step + beside_of(shape, size, speeds), hop)  # what is done beside the first hop
+    steps = first + (size - 2) * max(step, hop) + step if size > 1 else first
+    return host + packed + steps + (size - 1) * merge + rounded
 
 
 def model(

@@ -22,15 +22,22 @@ from .schemes import Gradients, Scheme, empty_result, labelled
 from .team import Team
 
 
+class Sequences(NamedTuple):
+    """The rows of a rank as packed sequences; those of cut documents are not in use."""
+
+    counts: tuple[int, ...]
+    in_use: tuple[int, ...]
+
+
 class Split(NamedTuple):
     """The documents of a layout in two parts; those of the other part count as empty."""
 
     layout: Layout  # of the tokens of cut documents
-    cut: np.ndarray  # where documents begin among these
-    whole: np.ndarray  # lengths of the others
-    counts: tuple[int, ...]  # the tokens of each document on this rank
-    in_use: tuple[int, ...]  # of them those of whole documents
+    cut_begins: np.ndarray  # where documents begin among these
+    whole_lengths: np.ndarray  # of the others
     rows: tuple[slice, ...]  # of this rank, of cut documents
+    documents: Sequences  # of this rank: all of the whole, by number
+    sequences: Sequences  # the same rows, as few and as short as can be
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,20 +58,40 @@ def split_of(layout: Layout, begins: bytes, rank: int) -> Split | None:
     whole = np.where(is_cut, 0, lengths)
     if not whole.any():
         return None
-    cut = np.concatenate([[0], np.cumsum(lengths - whole)])
+    begins_of_cut = np.concatenate([[0], np.cumsum(lengths - whole)])
     # A chunk holds what of its tokens is of cut documents.
-    chunk_ends = np.interp(layout.ends, ends, cut).astype(np.int64).tolist()
-    row = 0
-    rows: list[slice] = []
+    chunk_ends = np.interp(layout.ends, ends, begins_of_cut).astype(np.int64).tolist()
+    row, rows = 0, list[slice]()
     for count, is_here in zip(own.tolist(), is_cut.tolist(), strict=True):
         if is_here and count > 0:
             begin = rows.pop().start if rows and rows[-1].stop == row else row
             rows.append(slice(begin, row + count))
         row += count
+    documents = Sequences(tuple(own.tolist()), tuple(np.where(is_cut, 0, own).tolist()))
     return Split(
         Layout._of("cut", layout.size, layout.owners, chunk_ends),
-        *(cut, whole, tuple(own.tolist()), tuple(np.where(is_cut, 0, own).tolist()), tuple(rows)),
+        *(begins_of_cut, whole, tuple(rows), documents, compact(documents)),
     )
+
+
+def compact(documents: Sequences) -> Sequences:
+    """Leave out documents without rows here, and cut what is not in use as short as the others.
+
+    Kernels make as many blocks for each sequence as the longest has tiles.
+    """
+    most = max(max(documents.in_use, default=0), 1)
+    counts, in_use = list[int](), list[int]()
+    idle = 0
+    for count, used in [*zip(*documents, strict=True), (0, 1)]:
+        if not used:
+            idle += count
+            continue
+        counts += (
+            [most] * (idle // most) + [idle % most] * (idle % most > 0) + [count] * (count > 0)
+        )
+        in_use += [0] * (len(counts) - len(in_use) - (count > 0)) + [used] * (count > 0)
+        idle = 0
+    return Sequences(tuple(counts), tuple(in_use))
 
 
 class Apart(Scheme):
@@ -78,7 +105,7 @@ class Apart(Scheme):
 
     def scheme(self) -> Any:
         """Return the scheme of the cut documents."""
-        problem = dataclasses.replace(self.problem, begins=self.split.cut)
+        problem = dataclasses.replace(self.problem, begins=self.split.cut_begins)
         return self.kind(self.team, self.split.layout, problem)
 
     def of_cut(self, x: Tensor, axis: int = 0) -> Tensor:
@@ -99,21 +126,20 @@ class Apart(Scheme):
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call | None:
         """Make the call of whole documents, in which rows of cut ones are not in use."""
-        counts, in_use = self.split.counts, self.split.in_use
-        most = max(in_use, default=0)
-        if most == 0:
-            return None
         problem = self.problem
+        is_numbered = problem.dropout is not None  # documents, by the whole
+        counts, in_use = self.split.documents if is_numbered else self.split.sequences
+        if max(in_use, default=0) == 0:
+            return None
         options = problem.options() | {"window": problem.window}
         if self.split.rows:
             options["seqused_q"] = options["seqused_k"] = on_device(in_use, q.device)
-            most = max(counts)
         if problem.slopes is not None:
             options["alibi_slopes"] = problem.slopes.contiguous()
         if problem.dropout is not None:
             piece = Piece(slice(0, 0), slice(0, 0), problem.window, 0)
             options |= dropout_of(problem.dropout, piece, (0, 0))
-        begins = offsets(counts, q.device)
+        begins, most = offsets(counts, q.device), max(counts)
         return Call(q, k, v, options, None, (begins, begins, most, most))
 
     def forward(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .deal import TILE, deal
+from .deal import TILE, deal_documents
 
 Span = tuple[int, int]  # where tokens begin in the sequence, and how many there are
 
@@ -117,9 +117,9 @@ class Layout:
     def balanced(cls, cu_seqlens: Any, size: int, *, chunk: int = 1024) -> Layout:
         """Deal packed documents so that each rank has as many tokens and as many visible pairs.
 
-        Documents stay whole where that can be: what lies on one rank needs no keys of others. Where
-        ranks would then differ, by more than 3 % of the pairs of a causal mask, chunks of the
-        sequence are dealt, those with most pairs first.
+        Documents stay whole where that can be: what lies on one rank needs no keys of others. Pairs
+        are those of a causal mask, of which no rank gets more than 1.03 of the mean but where
+        chunks are too coarse for that.
 
         Parameters
         ----------
@@ -128,20 +128,25 @@ class Layout:
         size : int
             Ranks of the group.
         chunk : int
-            Tokens of a chunk, 1024 to 8192 for long sequences.
+            Tokens of a chunk of a document that is cut, 1024 to 8192 for long sequences.
 
         Raises
         ------
-        ValueError
+        ValueError, TypeError
             Offsets that are none, no rank, or a chunk of no token.
         """
         begins = check_offsets("Layout.balanced", cu_seqlens)
+        for name, n in (("size", size), ("chunk", chunk)):
+            if not hasattr(n, "__index__"):
+                raise TypeError(
+                    f"Layout.balanced: {name} must be an integer, got {n!r}; pass an int"
+                )
         if size < 1 or chunk < 1:
             raise ValueError(
                 f"Layout.balanced: size and chunk must be >= 1, got {size} and {chunk}; count the "
                 "ranks and the tokens of a chunk"
             )
-        runs = deal(begins, size, chunk)
+        runs = deal_documents(begins, size, int(chunk))
         return cls._of("balanced", size, [run.rank for run in runs], [run.end for run in runs])
 
     def __eq__(self, other: object) -> bool:

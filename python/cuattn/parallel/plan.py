@@ -130,8 +130,8 @@ def plan_of(
         shape = shape_of_documents(shape, begins, runs)
         split = split_of(runs, begins.tobytes(), outer.rank)
     if split is not None:
-        runs, ends = split.layout, split.cut
-        cut = shape_of_documents(shape, ends, runs, split.whole), runs.seqlen
+        runs, ends = split.layout, split.cut_begins
+        cut = shape_of_documents(shape, ends, runs, split.whole_lengths), runs.seqlen
     refused = refusals(given, kernel, q, window, bias)
     ambiguous = bias is not None and any(layout.rows(rank) == 1 for rank in range(layout.size))
     if ambiguous and inner is None and given["scheme"] == "auto":  # all ranks choose alike

@@ -98,11 +98,12 @@ class Ring(Scheme):
         message = Message(peers, self.rank, [pair], most_rows(self.layout))
         try:
             here = message.of(self.rank, 0, (0, len(pair[0])))
-            self.beside()
             for step in range(last + 1):
                 owner = (self.rank - step - 1) % size
                 rows = self.layout.rows(owner) if step < last else 0
                 following, free = message.empty(0, rows), peers.now()
+                if step == 0:
+                    self.beside()  # behind the mark from which on the copy may begin
                 yield step, (self.rank - step) % size, here
                 if step < last:
                     peers.wait(message.fetch([(following, owner, 0, (0, rows))], free))

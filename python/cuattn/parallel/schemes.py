@@ -131,7 +131,8 @@ def fold_of_documents(layout: Layout, rank: int, begins: bytes) -> Fold | None:
     """Fold most chunks of a rank that follow each other, as long, causal; None: no two do."""
     chunks = layout.chunks(rank)
     stretches = (list(x) for _, x in itertools.groupby(enumerate(chunks), lambda x: x[1][1]))
-    indices = [index for index, _ in max(stretches, key=len, default=[])]
+    longest = max(stretches, key=len, default=[])
+    indices = range(longest[0][0], longest[0][0] + len(longest)) if longest else range(0)
     if len(indices) < 2:
         return None
     starts = np.frombuffer(begins, np.int64)
