@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .attend import Call, Problem, attend, dropout_of, gradients, offsets, on_device
+from .deal import TILE
 from .layout import Layout
 from .pairs import Piece
 from .schemes import Gradients, Scheme, empty_result, labelled
@@ -79,18 +80,24 @@ def compact(documents: Sequences) -> Sequences:
 
     Kernels make as many blocks for each sequence as the longest has tiles.
     """
-    most = max(max(documents.in_use, default=0), 1)
+    most = max(*documents.in_use, TILE, 0)
     counts, in_use = list[int](), list[int]()
     idle = 0
-    for count, used in [*zip(*documents, strict=True), (0, 1)]:
-        if not used:
+
+    def add_idle() -> None:
+        cut = [most] * (idle // most) + [idle % most] * (idle % most > 0)
+        counts.extend(cut)
+        in_use.extend(0 for _ in cut)
+
+    for count, used in zip(*documents, strict=True):
+        if used == 0:
             idle += count
             continue
-        counts += (
-            [most] * (idle // most) + [idle % most] * (idle % most > 0) + [count] * (count > 0)
-        )
-        in_use += [0] * (len(counts) - len(in_use) - (count > 0)) + [used] * (count > 0)
+        add_idle()
+        counts.append(count)
+        in_use.append(used)
         idle = 0
+    add_idle()
     return Sequences(tuple(counts), tuple(in_use))
 
 
