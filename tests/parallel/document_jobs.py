@@ -8,9 +8,9 @@ import itertools
 import jobs
 import numpy as np
 import torch
-import torch.distributed as dist
 from jobs import draw, generator, judge, poisoned, rows
 from option_jobs import both_ways, solve
+from pool import pairs_of
 
 import cuattn.parallel as parallel
 from cuattn.parallel import Layout, autograd, exchange, gather, ring
@@ -131,12 +131,7 @@ def whole_documents_alone(ranks, seed):
 @poisoned
 def two_levels(ranks, seed, groups):
     """Heads over pairs of ranks, the sequence over two such pairs, some documents whole on one."""
-    if not groups:
-        for pair in ((0, 1), (2, 3), (0, 2), (1, 3)):
-            group = dist.new_group(pair)
-            if ranks.rank in pair:
-                groups.append(group)
-    mine = ranks._replace(group=tuple(groups))
+    mine = ranks._replace(group=pairs_of(ranks, groups))
     for number, lengths in enumerate(([300, 0, 5, 517, 1, 130, 64], [512, 512], [7] * 90)):
         begins = begins_of(lengths)
         arrays = draw(seed + number, int(begins[-1]), (8, 4), (32, 24), packed=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pool import pairs_of
 from shared_peers import SharedPeers, reading
 
 import cuattn
@@ -300,12 +301,7 @@ def by_name(ranks, seed):
 
 def two_levels(ranks, seed, groups):
     """Heads over pairs of ranks, the sequence over two such pairs."""
-    if not groups:
-        for pair in ((0, 1), (2, 3), (0, 2), (1, 3)):
-            group = dist.new_group(pair)
-            if ranks.rank in pair:
-                groups.append(group)
-    inner, outer = groups
+    inner, outer = pairs_of(ranks, groups)
     for seqlen, heads, options in (
         (1024, (4, 2), {"causal": True, "sinks": torch.arange(4.0)}),
         (1000, (4, 1), {"window": (200, 30), "dropout_p": 0.25, "dropout_seed": seed}),

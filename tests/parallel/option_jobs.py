@@ -15,7 +15,6 @@ from jobs import draw, generator, judge, largest, poisoned, rows
 import cuattn
 import cuattn.parallel as parallel
 from cuattn.parallel import Layout
-from cuattn.parallel.documents import split_of
 from cuattn.parallel.schemes import fold_of_documents
 
 LEARNED = ("alibi_slopes", "sinks")  # whose gradient on a rank is its share
@@ -136,11 +135,8 @@ def documents_in_one_call(ranks, seed):
             ):
                 problem = jobs.Whole(*arrays, given, axis=0)
                 if layout.kind == "by turns" and name == "one":
-                    ends64 = begins.astype(np.int64).tobytes()
-                    split = split_of(layout, ends64, ranks.rank)
-                    where = layout if split is None else split.layout
-                    ends64 = ends64 if split is None else split.cut.tobytes()
-                    assert fold_of_documents(where, ranks.rank, ends64) is not None
+                    ends_of_all = begins.astype(np.int64).tobytes()
+                    assert fold_of_documents(layout, ranks.rank, ends_of_all) is not None
                 found = problem.on_ranks(ranks, layout, "gather")
                 what = (name, sorted(options), layout.kind)
                 judge(found, rows(want, layout, ranks.rank), "gather", what, False, 1e-5)

@@ -42,6 +42,18 @@ class Ranks(NamedTuple):
     group: Any
 
 
+def pairs_of(ranks, groups):
+    """The inner and the outer group of this rank, of four, made at the first call."""
+    import torch.distributed as dist
+
+    if not groups:
+        for pair in ((0, 1), (2, 3), (0, 2), (1, 3)):
+            group = dist.new_group(pair)
+            if ranks.rank in pair:
+                groups.append(group)
+    return tuple(groups)
+
+
 def why_no_nccl() -> str | None:
     """Say why no ranks over NCCL can be had; None where they can."""
     gpus = count_gpus()

@@ -17,6 +17,7 @@ from layouts import draw_documents, draw_layout  # noqa: E402
 from cuattn.parallel import Layout  # noqa: E402
 from cuattn.parallel.deal import SLACKS, Deal  # noqa: E402
 from cuattn.parallel.documents import split_of  # noqa: E402
+from cuattn.parallel.schemes import fold_of_documents  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -79,6 +80,20 @@ def test_a_split_has_every_token_once(rng):
             assert 0 not in counts
             assert max(counts, default=0) <= max(*in_use, 128, 0)
     assert splits > 100
+
+
+def test_chunks_between_shorter_ones_go_into_one_call():
+    """Those of a cut document that begins and ends within chunks of as many tokens."""
+    ends = range(128, 1537, 128)
+    layout = Layout._of("by turns", 2, [i % 2 for i in range(12)], ends)
+    begins = np.array([0, 70, 1500, 1536])
+    folds = []
+    for rank in range(2):
+        split = split_of(layout, begins.tobytes(), rank)
+        folds.append(fold_of_documents(split.layout, rank, split.cut_begins.tobytes()))
+    first_ends, second_ends = (314, 570, 826, 1082, 1338), (186, 442, 698, 954, 1210)
+    assert folds[0] == (slice(58, 698), (0,) * 5, first_ends, ((0, 0, 58),))
+    assert folds[1] == (slice(0, 640), (0,) * 5, second_ends, ((1338, 640, 92),))
 
 
 def dealt(lengths, size):

@@ -346,8 +346,10 @@ def run_scheme(
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
     kind = SCHEMES[plan.scheme]
-    scheme: Any = kind(plan.outer, plan.layout, problem)
-    if plan.split is not None:
+    scheme: Any
+    if plan.split is None:
+        scheme = kind(plan.outer, plan.layout, problem)
+    else:
         assert plan.outer is not None
         scheme = Apart(kind, plan.split, plan.outer, plan.layout, problem)
     arrays = (q, k, v, sinks, problem.bias, problem.slopes)

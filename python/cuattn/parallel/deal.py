@@ -33,6 +33,31 @@ class Run(NamedTuple):
     rank: int
 
 
+def places_of(begins: np.ndarray) -> np.ndarray:
+    """Return the place of each token in its document."""
+    return np.arange(begins[-1]) - np.repeat(begins[:-1], np.diff(begins))
+
+
+def counts_of(
+    begins: np.ndarray, ends: Sequence[int], owners: Sequence[int], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count the tokens of each document on a rank; and say whether it lies on several ranks.
+
+    `ends`, `owners`: of the chunks of the sequence.
+    """
+    documents = len(begins) - 1
+    # Between two cuts all tokens are of one document and one owner.
+    cuts = np.unique(np.concatenate([begins, np.array(ends, np.int64)]))
+    document = np.searchsorted(begins, cuts[:-1], side="right") - 1
+    owner = np.array(owners, np.int64)[np.searchsorted(ends, cuts[:-1], side="right")]
+    first, last = np.full(documents, np.iinfo(np.int64).max), np.full(documents, -1)
+    np.minimum.at(first, document, owner)
+    np.maximum.at(last, document, owner)
+    counts = np.zeros(documents, np.int64)
+    np.add.at(counts, document, np.diff(cuts) * (owner == rank))
+    return counts, first < last
+
+
 def visible_pairs(begin: float, end: float) -> float:
     """Count the visible pairs of the rows of a document from one to another, causal."""
     return (end * (end + 1) - begin * (begin + 1)) / 2
@@ -148,15 +173,13 @@ class Deal:
             end = begin
         return runs
 
-    def tokens_of_cut_documents(self) -> float:
-        """Return which share of all tokens lies in documents of several ranks."""
-        begins = np.array([run.begin for run in self.runs])
-        document = np.searchsorted(self.begins, begins, side="right") - 1
-        ranks: dict[int, set[int]] = {}
-        for index, run in zip(document.tolist(), self.runs, strict=True):
-            ranks.setdefault(index, set()).add(run.rank)
-        cut = [index for index, owners in ranks.items() if len(owners) > 1]
-        return float(np.diff(self.begins)[cut].sum()) / max(int(self.begins[-1]), 1)
+    def cost(self) -> float:
+        """Return what a deal is chosen by: unevenness, and the share of cut documents' tokens."""
+        runs = sorted(self.runs)
+        ends, ranks = [run.end for run in runs], [run.rank for run in runs]
+        _, is_cut = counts_of(self.begins, ends, ranks, 0)
+        share = np.diff(self.begins)[is_cut].sum() / max(int(self.begins[-1]), 1)
+        return unevenness(self.load) + CUT * float(share)
 
 
 def deal_chunks(begins: np.ndarray, size: int, chunk: int) -> tuple[list[Run], list[int]]:
@@ -166,9 +189,8 @@ def deal_chunks(begins: np.ndarray, size: int, chunk: int) -> tuple[list[Run], l
     """
     seqlen = int(begins[-1])
     count = -(-seqlen // chunk)
-    place = np.arange(seqlen) - np.repeat(begins[:-1], np.diff(begins))
     weights = np.zeros(count, np.int64)
-    np.add.at(weights, np.arange(seqlen) // chunk, place + 1)
+    np.add.at(weights, np.arange(seqlen) // chunk, places_of(begins) + 1)
     room, load, owned = -(-count // size), [0] * size, [0] * size
     runs = []
     for index in np.argsort(-weights, kind="stable").tolist():
@@ -184,7 +206,7 @@ def deal_documents(begins: np.ndarray, size: int, chunk: int) -> list[Run]:
     begins = begins.astype(np.int64)
     chunk = max(min(chunk, -(-int(begins[-1]) // (2 * size))), 1)  # each rank has some
     found = [Deal(begins, size, chunk, slack) for slack in SLACKS]
-    best = min(found, key=lambda x: unevenness(x.load) + CUT * x.tokens_of_cut_documents())
+    best = min(found, key=Deal.cost)
     for heavy in HEAVY:
         if unevenness(best.load) <= UNEVEN:
             break

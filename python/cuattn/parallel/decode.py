@@ -57,8 +57,7 @@ def local_lens(context_lens: Tensor, *, rank: int, size: int, interleave: int) -
 
 
 MOST_PLACES = 1 << 22  # of tokens of a rank that are kept in a list
-KEPT_LISTS = 8
-_lists: dict[tuple[Any, ...], Tensor] = {}  # by what they depend on, for all threads
+_lists: dict[tuple[Any, ...], Tensor] = {}  # by what they depend on; graphs may read each for ever
 
 
 def list_places(count: int, how: tuple[int, int, int], device: torch.device) -> Tensor | None:
@@ -78,8 +77,6 @@ def list_places(count: int, how: tuple[int, int, int], device: torch.device) -> 
         with torch.inference_mode(False):  # it is used in other modes, too
             # A copy from the host, which waits: other streams read it.
             found = places.clamp(max=2**31 - 1).to(torch.int32).to(device)
-        if len(_lists) >= KEPT_LISTS:
-            _lists.clear()
         _lists[key] = found
     return found
 

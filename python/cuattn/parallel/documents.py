@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .attend import Call, Problem, attend, dropout_of, gradients, offsets, on_device
-from .deal import TILE
+from .deal import TILE, counts_of
 from .layout import Layout
 from .pairs import Piece
-from .schemes import Gradients, Scheme, empty_result, labelled
+from .schemes import Gradients, Local, Scheme, empty_result, labelled
 from .team import Team
 
 
@@ -46,16 +46,7 @@ def split_of(layout: Layout, begins: bytes, rank: int) -> Split | None:
     """Split packed documents as a rank has them; None where all are cut."""
     ends = np.frombuffer(begins, np.int64)
     lengths = np.diff(ends)
-    # Between two cuts all tokens are of one document and one owner.
-    cuts = np.unique(np.concatenate([ends, np.array(layout.ends, np.int64)]))
-    document = np.searchsorted(ends, cuts[:-1], side="right") - 1
-    owner = np.array(layout.owners)[np.searchsorted(layout.ends, cuts[:-1], side="right")]
-    first, last = np.full(len(lengths), layout.size), np.full(len(lengths), -1)
-    np.minimum.at(first, document, owner)
-    np.maximum.at(last, document, owner)
-    is_cut = first < last
-    own = np.zeros(len(lengths), np.int64)
-    np.add.at(own, document, np.diff(cuts) * (owner == rank))
+    own, is_cut = counts_of(ends, layout.ends, layout.owners, rank)
     whole = np.where(is_cut, 0, lengths)
     if not whole.any():
         return None
@@ -153,41 +144,45 @@ class Apart(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attend to whole documents when keys of the others are on their way."""
+        call = self.call(q, k, v)
+        is_any_cut = self.split.layout.seqlen > 0
+        if is_any_cut and call is None:  # all rows here are of cut documents
+            result: tuple[Tensor, Tensor] = self.scheme().forward(q, k, v, sinks)
+            return result
         out, lse = empty_result(self.problem, q, v, q.dtype)
 
         def attend_to_whole() -> None:
-            call = self.call(q, k, v)
             if call is not None:
                 with labelled("cuattn.parallel.whole"):
                     attend(call, sinks, out, lse)
 
-        if self.split.layout.seqlen == 0:
+        if is_any_cut:
+            scheme = self.scheme()
+            scheme.beside = attend_to_whole
+            part, part_lse = scheme.forward(*(self.of_cut(x) for x in (q, k, v)), sinks)
+            self.put(out, part)
+            self.put(lse, part_lse, -1)
+        else:
             attend_to_whole()
-            return out, lse
-        scheme = self.scheme()
-        scheme.beside = attend_to_whole
-        part, part_lse = scheme.forward(*(self.of_cut(x) for x in (q, k, v)), sinks)
-        self.put(out, part)
-        self.put(lse, part_lse, -1)
         return out, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
     ) -> Gradients:
         """Differentiate whole documents when keys of the others are on their way."""
+        call = self.call(q, k, v)
+        is_any_cut = self.split.layout.seqlen > 0
+        if call is None:  # all rows here are of cut documents, or there is none
+            kind = self.scheme() if is_any_cut else Local(None, self.split.layout, self.problem)
+            gradient: Gradients = kind.backward(q, k, v, sinks, result)
+            return gradient
         found: list[Tensor] = []
 
         def differentiate_whole() -> None:
-            call = self.call(q, k, v)
-            if call is None:
-                found.extend(torch.zeros_like(x) for x in (q, k, v))
-            else:
-                with labelled("cuattn.parallel.whole"):
-                    found.extend(gradients(self.problem, call, result, sinks, False))
+            with labelled("cuattn.parallel.whole"):
+                found.extend(gradients(self.problem, call, result, sinks, False))
 
-        if self.split.layout.seqlen == 0:
-            differentiate_whole()
-        else:
+        if is_any_cut:
             dout, out, lse, dlse = result
             mine = (
                 *(self.of_cut(x) for x in (dout, out)),
@@ -196,12 +191,11 @@ class Apart(Scheme):
             )
             scheme = self.scheme()
             scheme.beside = differentiate_whole
-            arrays = (self.of_cut(x) for x in (q, k, v))
-            *parts, dsinks = scheme.backward(*arrays, sinks, mine)
+            *parts, dsinks = scheme.backward(*(self.of_cut(x) for x in (q, k, v)), sinks, mine)
             for whole, part in zip(found, parts, strict=False):
                 self.put(whole, part)
             if sinks is not None:
-                found[3:] = [found[3] + dsinks if len(found) > 3 else dsinks]
-        if sinks is not None and len(found) == 3:
-            found.append(torch.zeros_like(sinks))
+                found[3] = found[3] + dsinks
+        else:
+            differentiate_whole()
         return found[0], found[1], found[2], found[3] if sinks is not None else None

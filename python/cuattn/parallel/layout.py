@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .deal import TILE, deal_documents
+from .deal import TILE, deal_documents, places_of
 
 Span = tuple[int, int]  # where tokens begin in the sequence, and how many there are
 
@@ -342,12 +342,6 @@ def check_offsets(function: str, cu_seqlens: Any, seqlen: int | None = None) -> 
             f"{begins[-1]}; it is the same on all ranks and counts all of them"
         )
     return begins
-
-
-def places_of(begins: np.ndarray) -> np.ndarray:
-    """Return the place of each token in its document."""
-    lengths = np.diff(begins)
-    return np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
 
 
 def slice_of(x: Any, axis: int, begin: int, end: int) -> Any:

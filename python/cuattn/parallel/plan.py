@@ -19,8 +19,9 @@ import cuattn
 from .attend import Dropout, Problem
 from .check import Said, no_answer
 from .cost import ENGINES, Choice, Shape, choose, heads_refusal, layout_of, shape_of_documents
+from .deal import places_of
 from .documents import Split, split_of
-from .layout import Layout, check_offsets, places_of
+from .layout import Layout, check_offsets
 from .pairs import Window, window_of
 from .team import NoAnswer, Team
 
@@ -167,14 +168,9 @@ def plan_of(
     if choice.scheme == "heads":
         whole = Layout("contiguous", layout.seqlen, 1)
         plan = dataclasses.replace(
-            plan,
-            inner=outer,
-            outer=None,
-            layout=whole,
-            inner_layout=layout,
-            scheme="local",
+            plan, inner=outer, outer=None, layout=whole, inner_layout=layout, scheme="local",
             split=None,
-        )
+        )  # fmt: skip
     elif inner is not None:
         plan.layout = layout.outer_layout()
         rows = plan.layout.rows(outer.rank)
