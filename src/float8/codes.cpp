@@ -3,6 +3,34 @@
 
 namespace cuattn {
 
+namespace {
+
+// A thread block of dequantize takes up to 128 rows of one head: of a decode step, which has a row for
+// each sequence and head, it would take one. The sequences' become rows of one sequence where they
+// share their scales and lie evenly, else those of the heads that share one.
+void fill_blocks(QuantizeParams& to) {
+  if (to.part != ScalePart::none || to.rows >= kScaleRows) return;
+  bool is_even = to.rows == 1 || to.x.strides.batch == to.rows * to.x.strides.seq;
+  if (to.batch > 1 && to.scale.extents[0] == 1 && is_even) {
+    for (QuantizeArray* array : {&to.x, &to.out}) {
+      if (to.rows == 1) array->strides.seq = array->strides.batch;
+      array->strides.batch = 0;
+    }
+    to.rows = to.out_rows = to.rows * to.batch;
+    to.batch = 1;
+  } else if (to.rows == 1) {
+    for (QuantizeArray* array : {&to.x, &to.out}) {
+      array->strides.seq = array->strides.head;
+      array->strides.head *= to.scale.group;
+    }
+    to.rows = to.out_rows = to.scale.group;
+    to.heads /= to.scale.group;
+    to.scale.group = 1;
+  }
+}
+
+}  // namespace
+
 Strides make_numbers(const Codes& from, DType numbers, void* place, const Backend& backend,
                      int32_t device_id, Stream stream) {
   const int64_t token = int64_t{from.heads} * from.dim;
@@ -15,8 +43,10 @@ Strides make_numbers(const Codes& from, DType numbers, void* place, const Backen
   to.rows = to.out_rows = from.rows;
   to.scale = from.scale;
   to.part = from.scale.extents[2] > 1 ? from.part : ScalePart::none;
+  const Strides strides = to.out.strides;
+  fill_blocks(to);
   backend.dequantize(to, device_id, stream);
-  return to.out.strides;
+  return strides;
 }
 
 }  // namespace cuattn
