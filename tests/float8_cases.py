@@ -38,9 +38,8 @@ SM90_FACTORS = {  # what sm90 takes
 
 
 def sm90_rows() -> list[dict]:
-    """What pairwise() makes of SM90_FACTORS. Heads above 128 have fast sums alone."""
-    rows = cases.pairwise(SM90_FACTORS)
-    return [{**row, "accumulate": "fast"} if max(row["dims"]) > 128 else row for row in rows]
+    """What pairwise() makes of SM90_FACTORS."""
+    return cases.pairwise(SM90_FACTORS)
 
 
 def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:

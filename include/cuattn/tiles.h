@@ -129,18 +129,20 @@ constexpr Tile sm90_functor_tile(HeadDims d) {
   return {128, 64, 2, 12};  // 64 + 2 * 64 = 192 KB
 }
 
-// e4m3. Beside S, O and P registers hold the product of a tile of its own (head_dim_v / 2), but for sums
-// of one level, which leave room for a third group at 128.
+// e4m3: S, O and P, and for sums of two levels at head_dim 64 the product of a tile, too. Above, that
+// product takes the registers of S, which so may have 128 keys where one level has 96.
 constexpr int32_t kSm90Float8QStages = 2;
 constexpr Tile sm90_float8_tile(HeadDims d, ScoreKind score) {
-  if (d.v <= 64) return {192, 128, 4, 16};                // 2 * 24 + 4 * 24 + 24 + 10 = 178 KB
-  if (d.v > 128) return {128, 96, 2, 12};                 // 2 * 32 + 2 * 56 + 8 = 184 KB
-  if (score == ScoreKind::fast) return {192, 96, 3, 16};  // 2 * 24 + 3 * 28 + 48 + 10 = 190 KB
-  return {128, 128, 4, 12};                               // 2 * 16 + 4 * 32 + 32 + 8 = 200 KB
+  const bool is_fast = score == ScoreKind::fast;
+  if (d.v <= 64) return {192, 128, 4, 16};  // 2 * 24 + 4 * 24 + 24 + 10 = 178 KB
+  if (d.v <= 128)  // 2 * 24 + 3 * 28 + 48 + 10 = 190 KB, 2 * 24 + 4 * 32 + 10 = 186 KB
+    return is_fast ? Tile{192, 96, 3, 16} : Tile{192, 128, 4, 16};
+  // 2 * 32 + 2 * 56 + 8 = 184 KB, 2 * 32 + 2 * 64 + 8 = 200 KB
+  return is_fast ? Tile{128, 96, 2, 12} : Tile{128, 128, 2, 12};
 }
-// Whether O leaves by the TMA. Three groups that keep a T have no registers for it.
+// Whether O leaves by the TMA. Three groups with sums of two levels have no registers for it.
 constexpr bool sm90_float8_sends_out(HeadDims d, ScoreKind score) {
-  return d.v <= 128 && (d.v > 64 || score == ScoreKind::fast);
+  return d.v <= 128 && score == ScoreKind::fast;
 }
 // Q and K in panels of 128 columns, V in panels of 128 keys, O where it leaves by the TMA; ones; what
 // each thread sees.

@@ -240,8 +240,6 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.has_float8_pages) return "over pages of float8 it takes queries of 16 bits";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
-  if (instance_of(Kernel::sm90, r) == kNoInstance && has_fast_sums(r))
-    return "over float8 it has this head_dim with accumulate='fast' alone";
   return nullptr;
 }
 

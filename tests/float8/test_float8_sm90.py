@@ -58,11 +58,9 @@ LONG = [
     Case(batch=3, seqlen_q=300, seqlen_kv=900, head_dim=128, layout="ragged", causal=True),
     Case(batch=1, seqlen_q=300, seqlen_kv=1301, head_dim=112, window=(300, 7), kv_start=True,
          num_heads_q=2, num_heads_kv=1),
-]  # fmt: skip
-LONG_WIDE = [
     Case(batch=2, seqlen_q=3, seqlen_kv=4099, head_dim=256, num_heads_q=8, num_heads_kv=2),
     Case(batch=3, seqlen_q=300, seqlen_kv=900, head_dim=240, layout="ragged", causal=True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ LONG_WIDE = [
     target_params(tuple(itertools.product(("exact", "fast"), (0.0, 2.0))), cpu=(), cuda=("sm90",)),
 )
 def test_many_tiles(device, backend, accumulate, magnitude, rng):
-    for case in [*LONG, *(LONG_WIDE if accumulate == "fast" else [])]:
+    for case in LONG:
         case = dataclasses.replace(case, dtype="float32", magnitude=magnitude)
         given, numbers = float8_cases.make(case, "batch", rng, accumulate=accumulate)
         for places in ({"v": "columns"}, {}):
@@ -95,6 +93,7 @@ FEW_HEADS = (  # head_dim, heads, sinks, sums
     (64, (7, 7), True, "fast"),
     (128, (4, 2), False, "exact"),
     (128, (4, 2), False, "fast"),
+    (256, (4, 2), True, "exact"),
     (256, (4, 2), True, "fast"),
 )
 FEW_LENGTHS = ((1, 2), (2, 7), (40, 3), (63, 65), (70, 15), (300, 31), (140, 200), (5, 1500))
@@ -180,26 +179,23 @@ def test_a_hopper_takes_values_by_columns_and_turns_rows(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 3)}], ids=str)
-def test_heads_above_128_have_sums_of_one_level_alone(options):
+def test_heads_above_128_have_both_kinds_of_sums(options):
     for dims in ((144, 144), (192, 128), (64, 160), (256, 256)):
         q, k, v = (
             np.zeros((2, 300, heads, d), F8)
             for heads, d in ((8, dims[0]), (2, dims[0]), (2, dims[1]))
         )
-        plan = cuattn.explain("attention", q, k, v, device=H100, accumulate="fast", **options)
-        assert (plan.kernel, plan.head_dim) == ("sm90", 256)
-        assert "sums have one level" in plan.ladder
-        exact = cuattn.explain("attention", q, k, v, device=H100, **options)
-        assert (exact.kernel, "codes become numbers" in exact.ladder) == ("sm90", True)
+        for sums, levels in (("fast", "one level"), ("exact", "two levels")):
+            plan = cuattn.explain("attention", q, k, v, device=H100, accumulate=sums, **options)
+            assert (plan.kernel, plan.head_dim) == ("sm90", 256)
+            assert f"sums have {levels}" in plan.ladder
 
 
 NO_PARTS = "over float8 it has no scales of 128 rows"
-TOO_WIDE = "over float8 it has this head_dim with accumulate='fast' alone"
 REFUSED = {
     "softcap": ({"softcap": 3.0}, "over float8 it has no softcap"),
     "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, NO_PARTS),
     "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, NO_PARTS),
-    "wide": ({}, TOO_WIDE),
     "bits": (
         {"batch_invariant": True, "kv_start": np.zeros(1, np.int32)},
         "over float8 bits depend on where in its array a sequence begins",
@@ -210,8 +206,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_does_not_take_it_takes_as_numbers(name):
     options, why = REFUSED[name]
-    dim = 256 if name == "wide" else 64
-    q, k = np.zeros((1, 100, 4, dim), F8), np.zeros((1, 300, 2, dim), F8)
+    q, k = np.zeros((1, 100, 4, 64), F8), np.zeros((1, 300, 2, 64), F8)
     v = columns(k)
     plan = cuattn.explain("attention", q, k, v, device=H100, **options)
     assert (plan.kernel, "codes become numbers" in plan.ladder) == ("sm90", True)

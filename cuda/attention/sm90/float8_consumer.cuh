@@ -4,12 +4,18 @@
 //
 //   QK(j)  T = P V(j + 1) | S(j) of row 0 | O += T | S(j) of row 1 becomes P(j) | QK(j - 1)  T = P V(j) ..
 //
-// Between query tiles the last PV of one and the first QK of the next are issued together, and O leaves
+// Above head_dim 64 there are no registers for T. It takes those of S, by some columns at a time:
+//
+//   QK(j) | S(j) becomes P(j) | T = P V(j), O += T | T = P V(j), O += T | .. | QK(j - 1) | ..
+//
+// With sums of one level T is O. Between query tiles the last PV of one and the first QK of the next are issued together, and O leaves
 // meanwhile; where registers are full, one after the other. P stays in registers: through shared memory
-// it was 3 % slower, although its products are all issued at once then. Next: float8_step.cuh.
+// it was 3 % slower, although its products are all issued at once then. Next: float8_products.cuh,
+// float8_step.cuh.
 #pragma once
 
 #include "cuda/attention/sm90/float8_maps.cuh"
+#include "cuda/attention/sm90/float8_products.cuh"
 #include "cuda/attention/sm90/float8_step.cuh"
 #include "cuda/attention/sm90/store.cuh"
 
@@ -25,14 +31,15 @@ struct ConsumerFloat8 {
   // Some exponentials by FMA pipes: 2 to 3 % faster at head_dim 64, slower for three groups at 128.
   static constexpr bool kByPairs = kIsFast && kHeadDimV <= 64;
   static constexpr bool kOutFirst = !kIsFast;  // before the next S: registers are full
-  static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  using Products = ProductsFloat8<Kernel>;
+  using Operands = typename Products::Operands;
+  using Tiles = typename Products::Tiles;
+  static constexpr int kScoreCount = Products::kScoreCount, kOutCount = Products::kOutCount;
+  static constexpr bool kHasPart = Products::kHasPart, kTakesScores = Products::kTakesScores;
   using Work = Sm90Work;
   using Shared = typename Kernel::Shared;
   using Ring = device::Ring<kTile.stages>;
   using QRing = device::Ring<Kernel::kQStages>;
-  using Qk = device::Wgmma<DType::e4m3, kTile.n>;
-  using Pv = device::Wgmma<DType::e4m3, kHeadDimV>;
-  using Count = device::Wgmma<DType::e4m3, 8>;
   using Natural = KeyOrder<true, kTile.n>;
   using ByFours = KeyOrder<false, kTile.n>;
   template <DType kType>
@@ -57,50 +64,11 @@ struct ConsumerFloat8 {
     __device__ __forceinline__ uint32_t sees() const { return shared.visible(threadIdx.x - 128); }
   };
 
-  // What wgmma reads and writes: O, T, S, P in the order of an A operand, and the sums of P of a tile
-  // (kCounts). Sums of one level have no T: products join O.
-  struct Tiles {
-    float out[kOutCount], part[kIsFast ? 1 : kOutCount], scores[kScoreCount], counts[4];
-    uint32_t probs[kScoreCount / 4];
-    __device__ __forceinline__ float (&product()) [kOutCount] {
-      if constexpr (kIsFast) {
-        return out;
-      } else {
-        return part;
-      }
-    }
-    // A product may begin, and has ended: registers that it reads, adds to, or writes anew.
-    __device__ __forceinline__ void claim_product() {
-      if constexpr (kIsFast) {
-        device::pin(out);
-      } else {
-        device::claim(part);
-      }
-      if constexpr (kCounts) device::claim(counts);
-      device::pin(probs);
-    }
-    __device__ __forceinline__ void pin_product() {
-      device::pin(product());
-      if constexpr (kCounts) device::pin(counts);
-      device::pin(probs);
-    }
-  };
-
   // Where it stands in the rings.
   struct Place {
     Ring ring{0};
     QRing q_ring{0};
     device::Ring<2> slot{0};
-  };
-
-  // What wgmma reads, by descriptors of the first stages.
-  struct Operands {
-    uint64_t q, k, v, ones;
-    __device__ __forceinline__ Operands(const Shared& shared, int group)
-        : q(device::wgmma_descriptor(shared.q + group * 64 * 128, 0)),
-          k(device::wgmma_descriptor(shared.k, 0)),
-          v(device::wgmma_descriptor(shared.v, 0)),
-          ones(device::wgmma_descriptor(shared.ones, 0)) {}
   };
 
   // 2. Work
@@ -173,45 +141,7 @@ struct ConsumerFloat8 {
     return factor == 0.0f ? kLeast : factor;
   }
 
-  // 3. Products, begun
-  // S = Q K^T.
-  static __device__ __forceinline__ void multiply_qk(const Operands& from, const Place& at,
-                                                     float (&scores)[kScoreCount]) {
-    using namespace device;
-    const uint64_t a = advance(from.q, uniform(at.q_ring.stage() * Kernel::kQBytes));
-    const uint64_t b = advance(from.k, uniform(at.ring.stage() * Kernel::kKBytes));
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 32; ++step) {
-      Qk::ss(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
-             advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
-    }
-    wgmma_commit();
-  }
-
-  // T = P V or O += P V, and the sums of P: its product with ones.
-  static __device__ __forceinline__ void multiply_pv(const Operands& from, int stage,
-                                                     Tiles& tiles) {
-    using namespace device;
-    const uint64_t b = advance(from.v, uniform(stage * Kernel::kVBytes));
-    auto a = [&](int step) -> const uint32_t (&)[4] {
-      return *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
-    };
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kTile.n / 32; ++step) {
-      Pv::rs(tiles.product(), a(step), advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32),
-             kIsFast || step != 0);
-    }
-    if constexpr (kCounts) {
-#pragma unroll
-      for (int step = 0; step < kTile.n / 32; ++step)
-        Count::rs(tiles.counts, a(step), from.ones, step != 0);
-    }
-    wgmma_commit();
-  }
-
-  // 4. Steps of the main loop
+  // 3. Steps of the main loop
   // Q and K of the first step.
   static __device__ __forceinline__ void await_first(const Lane& me, const Place& at) {
     device::barrier_wait(me.shared.q_full(at.q_ring.stage()), at.q_ring.parity());
@@ -239,9 +169,9 @@ struct ConsumerFloat8 {
     me.my_turn();
     claim(tiles.scores);
     tiles.claim_product();
-    multiply_pv(from, v_stage, tiles);
+    Products::multiply_pv(from, v_stage, tiles);
     if (more) await_first(me, at);
-    multiply_qk(from, at, tiles.scores);
+    Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
     me.your_turn();
     wgmma_wait<1>();
     tiles.pin_product();
@@ -251,11 +181,16 @@ struct ConsumerFloat8 {
   static __device__ __forceinline__ void end_tile(const Lane& me, const Operands& from,
                                                   Tiles& tiles, int v_stage) {
     me.my_turn();
-    tiles.claim_product();
-    multiply_pv(from, v_stage, tiles);
-    me.your_turn();
-    device::wgmma_wait<0>();
-    tiles.pin_product();
+    if constexpr (kTakesScores) {
+      Products::add_slices(from, v_stage, tiles, me.s.zero);
+      me.your_turn();
+    } else {
+      tiles.claim_product();
+      Products::multiply_pv(from, v_stage, tiles);
+      me.your_turn();
+      device::wgmma_wait<0>();
+      tiles.pin_product();
+    }
   }
 
   // And the first QK.
@@ -264,7 +199,7 @@ struct ConsumerFloat8 {
     await_first(me, at);
     me.my_turn();
     device::claim(tiles.scores);
-    multiply_qk(from, at, tiles.scores);
+    Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
     me.your_turn();
   }
 
@@ -274,7 +209,7 @@ struct ConsumerFloat8 {
       state.sum[0] += tiles.counts[0];
       state.sum[1] += tiles.counts[2];
     }
-    if constexpr (!kIsFast) {
+    if constexpr (kHasPart) {
 #pragma unroll
       for (int i = 0; i < kOutCount; ++i) tiles.out[i] += tiles.part[i];
     }
@@ -291,20 +226,31 @@ struct ConsumerFloat8 {
     at.ring.next();
     barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
     me.my_turn();
-    pin(tiles.scores);
-    tiles.claim_product();
-    multiply_qk(from, at, tiles.scores);
-    multiply_pv(from, v_stage, tiles);
-    me.your_turn();
-    wgmma_wait<1>();
+    if constexpr (kTakesScores) {
+      Products::add_slices(from, v_stage, tiles, me.s.zero);
+      me.release(me.shared.v_empty(v_stage));
+      pin(tiles.scores);
+      Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores, me.s.zero);
+      me.your_turn();
+      wgmma_wait<0>();
+    } else {
+      pin(tiles.scores);
+      tiles.claim_product();
+      Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
+      Products::multiply_pv(from, v_stage, tiles);
+      me.your_turn();
+      wgmma_wait<1>();
+    }
     pin(tiles.scores);
     me.release(me.shared.k_empty(at.ring.stage()));
     if (masked) mask<ByFours>(me, tiles.scores, tile);
     auto join = [&](const float (&rescale)[2], bool moves) {
-      wgmma_wait<0>();
-      tiles.pin_product();
-      me.release(me.shared.v_empty(v_stage));
-      add_product(state, tiles);
+      if constexpr (!kTakesScores) {
+        wgmma_wait<0>();
+        tiles.pin_product();
+        me.release(me.shared.v_empty(v_stage));
+        add_product(state, tiles);
+      }
       if (!moves) return;
 #pragma unroll
       for (int i = 0; i < kOutCount; ++i) tiles.out[i] *= rescale[i >> 1 & 1];
@@ -360,7 +306,7 @@ struct ConsumerFloat8 {
     }
   }
 
-  // 5. The end of a query tile: O times the scale of the values, and the shift of P back.
+  // 4. The end of a query tile: O times the scale of the values, and the shift of P back.
   static constexpr float kUnshift = 1.0f / (1 << kFloat8Shift);
 
   static __device__ __forceinline__ void scale_values(const Lane& me, const Work& w, float scale,
@@ -402,7 +348,7 @@ struct ConsumerFloat8 {
     Store<DType::bf16>::store(p, me.s, me.maps, w, first_row, out, state, place);
   }
 
-  // 6. Main loop
+  // 5. Main loop
   // The scale of the values of its work, asked for before O is there.
   static __device__ __forceinline__ float value_scale(const Lane& me, const Place& at) {
     Work w;
