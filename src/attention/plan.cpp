@@ -42,19 +42,13 @@ const char* function_of(const AttentionRequest& r) {
   return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
-// Whether a kernel that sums products of float8 in one level is compiled for the request.
-bool has_fast_sums(const AttentionRequest& r) {
-  return r.dtype == DType::e4m3 && r.score == ScoreKind::identity &&
-         find_instance(Op::attention, Kernel::sm90, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
-                       ScoreKind::fast) != kNoInstance;
-}
-
 // Which of the compiled kernels: the scored ones have dropout, too, but those of sm90, which has some
 // for it alone.
 ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
   const bool is_sm90 = kernel == Kernel::sm90;
   if (r.has_dropout) return is_sm90 ? ScoreKind::dropped : ScoreKind::scored;
-  return is_sm90 && r.is_fast && has_fast_sums(r) ? ScoreKind::fast : r.score;
+  const bool sums_codes = is_sm90 && r.dtype == DType::e4m3 && r.score == ScoreKind::identity;
+  return sums_codes && r.is_fast ? ScoreKind::fast : r.score;
 }
 
 // The number of the compiled kernel that would run the request.

@@ -6,8 +6,8 @@ namespace cuattn {
 namespace {
 
 // A thread block of dequantize takes up to 128 rows of one head: of a decode step, which has a row for
-// each sequence and head, it would take one. The sequences' become rows of one sequence where they
-// share their scales and lie evenly, else those of the heads that share one.
+// each sequence and head, it would take one. So rows of all sequences become rows of one, where the
+// sequences share their scales and lie evenly; else the heads that share a scale become rows of one head.
 void fill_blocks(QuantizeParams& to) {
   if (to.part != ScalePart::none || to.rows >= kScaleRows) return;
   bool is_even = to.rows == 1 || to.x.strides.batch == to.rows * to.x.strides.seq;

@@ -229,13 +229,13 @@ def test_rows_of_the_family():
 
 @pytest.mark.parametrize("w", ROWS.values(), ids=ids)
 def test_a_row_runs_the_same_function_on_a_hopper(w):
-    """No row of heads up to 128 measures another kernel than that for float8."""
+    """No row measures another kernel than that for float8."""
     rows = ("float8_e4m3fn", w.batch, w.seqlen_q)
     arrays = [(*rows, heads, w.head_dim) for heads in (w.num_heads_q, *(w.num_heads_kv,) * 2)]
     scale = ("float32", w.batch, w.num_heads_kv)
     scales = {f"{name}_scale": scale for name in "qkv"}
     plan = cuattn.explain("attention", *arrays, causal=w.causal, **scales, device="h100")
-    assert plan.kernel == "sm90" or w.head_dim == 256
+    assert (plan.kernel, "codes become" in plan.ladder) == ("sm90", False)
 
 
 def wanted(name):

@@ -171,7 +171,7 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
         options = {**MASKS[mask], **FLOAT8_SCORES[score]}
         plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **options)
         serves = gpu == "9.0"
-        assert plan.kernel == ("sm90" if gpu == "9.0" else "sm80")
+        assert plan.kernel == ("sm90" if serves else "sm80")
         assert ("codes become numbers of 16 bits first" in plan.ladder) == (not serves)
         if not serves:
             kind = compiled_for(plan.kernel, mask, "identity", qk)

@@ -4,14 +4,15 @@
 //
 //   QK(j)  T = P V(j + 1) | S(j) of row 0 | O += T | S(j) of row 1 becomes P(j) | QK(j - 1)  T = P V(j) ..
 //
-// Above head_dim 64 there are no registers for T. It takes those of S, by some columns at a time:
+// So with sums of two levels at head_dim 64. Above, there are no registers for T: it takes those of S, by
+// some columns at a time:
 //
 //   QK(j) | S(j) becomes P(j) | T = P V(j), O += T | T = P V(j), O += T | .. | QK(j - 1) | ..
 //
-// With sums of one level T is O. Between query tiles the last PV of one and the first QK of the next are issued together, and O leaves
-// meanwhile; where registers are full, one after the other. P stays in registers: through shared memory
-// it was 3 % slower, although its products are all issued at once then. Next: float8_products.cuh,
-// float8_step.cuh.
+// With sums of one level T is O. Between query tiles the last PV of one and the first QK of the next are
+// issued together, and O leaves meanwhile; where registers are full, one after the other. P stays in
+// registers: through shared memory it was 3 % slower, although its products are all issued at once
+// then. Next: float8_products.cuh, float8_step.cuh.
 #pragma once
 
 #include "cuda/attention/sm90/float8_maps.cuh"

@@ -23,7 +23,8 @@ struct ProductsFloat8 {
 
   // 1. Registers and shared memory
   // What wgmma reads and writes: O, T, S, P in the order of an A operand, and the sums of P of a tile
-  // (kCounts). Sums of one level have no T: products join O.
+  // (kCounts). T is `part` at head_dim 64 with sums of two levels, above it stands in `scores`
+  // (add_slices); with one level products join O.
   struct Tiles {
     float out[kOutCount], part[kHasPart ? kOutCount : 1], scores[kScoreCount], counts[4];
     uint32_t probs[kScoreCount / 4];
@@ -62,7 +63,7 @@ struct ProductsFloat8 {
   };
 
   // 2. Products, begun
-  // S = Q K^T. `zero`: as of add_slices, where it follows it.
+  // S = Q K^T. `zero`: behind add_slices a 0 that the compiler does not know; see the note there.
   static __device__ __forceinline__ void multiply_qk(const Operands& from, int q_stage, int k_stage,
                                                      float (&scores)[kScoreCount],
                                                      float zero = 0.0f) {
