@@ -9,8 +9,8 @@
 //   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O+=T | QK1 T=PV2 | ... | T=PV0 | O out | QK'
 //   group 1         | QK3 | softmax | QK2 T=PV3 | softmax, ..         (the tensor cores alternate)
 //
-// With two levels above head_dim 64 T takes the registers of S, so that T=PV3, O+=T come before QK2. With sums of one
-// level there is no T, O += PV, and the end is | O+=PV0 QK' | O out.
+// With two levels above head_dim 64 T takes the registers of S, so that T=PV3, O+=T come before QK2. With
+// sums of one level there is no T, O += PV, and the end is | O+=PV0 QK' | O out.
 #pragma once
 
 #include "cuattn/device/wgmma_float8_sm90.cuh"

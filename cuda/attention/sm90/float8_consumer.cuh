@@ -172,7 +172,7 @@ struct ConsumerFloat8 {
     tiles.claim_product();
     Products::multiply_pv(from, v_stage, tiles);
     if (more) await_first(me, at);
-    Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
+    Products::multiply_qk(from, at, tiles.scores);
     me.your_turn();
     wgmma_wait<1>();
     tiles.pin_product();
@@ -200,7 +200,7 @@ struct ConsumerFloat8 {
     await_first(me, at);
     me.my_turn();
     device::claim(tiles.scores);
-    Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
+    Products::multiply_qk(from, at, tiles.scores);
     me.your_turn();
   }
 
@@ -231,13 +231,13 @@ struct ConsumerFloat8 {
       Products::add_slices(from, v_stage, tiles, me.s.zero);
       me.release(me.shared.v_empty(v_stage));
       pin(tiles.scores);
-      Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores, me.s.zero);
+      Products::multiply_qk(from, at, tiles.scores, me.s.zero);
       me.your_turn();
       wgmma_wait<0>();
     } else {
       pin(tiles.scores);
       tiles.claim_product();
-      Products::multiply_qk(from, at.q_ring.stage(), at.ring.stage(), tiles.scores);
+      Products::multiply_qk(from, at, tiles.scores);
       Products::multiply_pv(from, v_stage, tiles);
       me.your_turn();
       wgmma_wait<1>();

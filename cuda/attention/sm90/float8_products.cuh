@@ -35,12 +35,16 @@ struct ProductsFloat8 {
         return out;
       }
     }
+    // P of the 32 keys of a step.
+    __device__ __forceinline__ const uint32_t (&operand(int step) const)[4] {
+      return *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
+    }
     // A product may begin, and has ended: registers that it reads, adds to, or writes anew.
     __device__ __forceinline__ void claim_product() {
-      if constexpr (kIsFast) {
-        device::pin(out);
-      } else {
+      if constexpr (kHasPart) {
         device::claim(part);
+      } else {
+        device::pin(out);
       }
       if constexpr (kCounts) device::claim(counts);
       device::pin(probs);
@@ -63,13 +67,14 @@ struct ProductsFloat8 {
   };
 
   // 2. Products, begun
-  // S = Q K^T. `zero`: behind add_slices a 0 that the compiler does not know; see the note there.
-  static __device__ __forceinline__ void multiply_qk(const Operands& from, int q_stage, int k_stage,
+  // S = Q K^T of the stages at which the rings stand. `zero`: behind add_slices a 0 that the compiler does
+  // not know; see the note there.
+  static __device__ __forceinline__ void multiply_qk(const Operands& from, const auto& at,
                                                      float (&scores)[kScoreCount],
                                                      float zero = 0.0f) {
     using namespace device;
-    const uint64_t a = advance(from.q, uniform(q_stage * Kernel::kQBytes));
-    const uint64_t b = advance(from.k, uniform(k_stage * Kernel::kKBytes));
+    const uint64_t a = advance(from.q, uniform(at.q_ring.stage() * Kernel::kQBytes));
+    const uint64_t b = advance(from.k, uniform(at.ring.stage() * Kernel::kKBytes));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 32; ++step) {
@@ -85,19 +90,16 @@ struct ProductsFloat8 {
                                                      Tiles& tiles) {
     using namespace device;
     const uint64_t b = advance(from.v, uniform(stage * Kernel::kVBytes));
-    auto a = [&](int step) -> const uint32_t (&)[4] {
-      return *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
-    };
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTile.n / 32; ++step) {
-      Pv::rs(tiles.product(), a(step), advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32),
-             kIsFast || step != 0);
+      Pv::rs(tiles.product(), tiles.operand(step),
+             advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32), kIsFast || step != 0);
     }
     if constexpr (kCounts) {
 #pragma unroll
       for (int step = 0; step < kTile.n / 32; ++step)
-        Count::rs(tiles.counts, a(step), from.ones, step != 0);
+        Count::rs(tiles.counts, tiles.operand(step), from.ones, step != 0);
     }
     wgmma_commit();
   }
@@ -121,9 +123,9 @@ struct ProductsFloat8 {
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTile.n / 32; ++step) {
-        auto& a = *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
         const int at = step / 4 * Kernel::kVPanelBytes + first * 128 + step % 4 * 32;
-        Product::rs(part, a, advance(b, at), step == 0 ? __float_as_int(zero) : 1);
+        Product::rs(part, tiles.operand(step), advance(b, at),
+                    step == 0 ? __float_as_int(zero) : 1);
       }
       wgmma_commit();
       wgmma_wait<0>();

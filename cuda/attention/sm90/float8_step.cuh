@@ -31,8 +31,8 @@ __device__ __forceinline__ void exp2_pair(float& low, float& high) {
 }
 
 // One step: scores become P. `join(rescale, moves)`: the product with the last P joins O, if it has
-// not yet, which then follows a reference that moves. kCounts: products count the sums of rows, too. kByPairs: every fourth
-// pair of exponentials is one of exp2_pair. See softmax_step of softmax.cuh.
+// not yet, which then follows a reference that moves. kCounts: products count the sums of rows, too.
+// kByPairs: every fourth pair of exponentials is one of exp2_pair. See softmax_step of softmax.cuh.
 template <class Order, bool kCounts, bool kByPairs, int kScoreCount, class Join>
 __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
                                                     float (&scores)[kScoreCount],
