@@ -310,6 +310,7 @@ AIMS = (
         "the same",
     ),
     Aim("float8, exact sums against `fast`", "0.9", bars_of("fp8", ("cuattn:fast",)), "the same"),
+    Aim("v by rows against by columns", "0.96", bars_of("fp8", ("cuattn:auto",)), "the same"),
     Aim(
         "float8 against bfloat16: head_dim 256; with `quantize` in the call, 8192 tokens",
         "1.0; 1.12",

@@ -92,6 +92,9 @@ endfunction()
 
 function(cuattn_instance_source name kind header all)
   set(most 6)
+  if(header MATCHES "sm90/float8")  # a function has two kernels: values by columns, and by rows
+    set(most 3)
+  endif()
   list(LENGTH all left)
   math(EXPR sources "(${left} + ${most} - 1) / ${most}")
   set(begin 0)

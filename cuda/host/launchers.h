@@ -68,8 +68,6 @@ void launch_verify(const VerifyParams& params, cudaStream_t stream);
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
-// attention/sm90/turn_values.cu: makes `params` read its float8 values by columns, from `workspace`.
-void launch_turn_values(AttentionParams& params, void* workspace, cudaStream_t stream);
 // backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody
 // may wait.
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);

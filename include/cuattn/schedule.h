@@ -17,7 +17,6 @@ struct AttentionSchedule {
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   void* workspace;       // as large as the plan says, 256-byte aligned; contents undefined
-  void* turned;          // its part for float8 values by columns, or nullptr: they lie so
 };
 
 // What a launcher receives.

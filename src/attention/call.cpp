@@ -66,10 +66,8 @@ AttentionRequest request_of(const AttentionCall& call) {
 namespace {
 
 AttentionSchedule schedule_of(const Plan& plan, void* workspace) {
-  char* turned = static_cast<char*>(workspace) + (plan.workspace_bytes - plan.turned_bytes);
-  return {plan.tile,        plan.num_splits,   plan.split_keys,
-          plan.most_splits, plan.packed_heads, plan.num_ctas,
-          plan.draws_tiles, workspace,         plan.turned_bytes > 0 ? turned : nullptr};
+  return {plan.tile,         plan.num_splits, plan.split_keys,  plan.most_splits,
+          plan.packed_heads, plan.num_ctas,   plan.draws_tiles, workspace};
 }
 
 }  // namespace

@@ -216,12 +216,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : parts_bytes(r, plan.num_splits);
-  if (float8 && !r.has_columns) {
-    int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
-    plan.turned_bytes = checked_bytes(
-        function_of(r), {sequences, r.num_heads_kv, r.head_dim_v, column_pitch(keys)});
-    plan.workspace_bytes = whole_pieces(plan.workspace_bytes) + plan.turned_bytes;
-  }
+  plan.turns_values = float8 && !r.has_columns;
 }
 
 // Why sm90 does not take float8 arrays, which naive does.
@@ -229,8 +224,8 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.score == ScoreKind::scored)
     return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
   if (r.has_dropout) return "over float8 it has no dropout";
-  if (r.batch_invariant && (r.ragged || r.has_kv_start))
-    return "over float8 bits depend on where in its array a sequence begins, by 16 keys";
+  if (r.batch_invariant && r.has_columns && (r.ragged || r.has_kv_start))
+    return "over values by columns bits depend on where in its array a sequence begins, by 16 keys";
   if (r.has_float8_pages) return "over pages of float8 it takes queries of 16 bits";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
@@ -466,7 +461,7 @@ std::string access_clause(const Plan& plan) {
   if (plan.numbers_bytes > 0)
     cut += over_pages || plan.keys != KeyAccess::rows ? "; q's codes become numbers"
                                                       : "; codes become numbers of 16 bits first";
-  if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
+  if (plan.turns_values) cut += "; values are turned into columns as they come";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);
   const char* as_numbers = plan.makes_numbers ? ", as numbers of q's dtype" : "";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What float8.cuh adds to Hopper's primitives, against host models: wgmma of e4m3 by one-hot rows,
-// keys in fours and values by columns as their boxes bring them, and the columns that are kept.
+// keys in fours and values by columns as their boxes bring them, rows of values that become columns, and the
+// columns that are kept.
 // Compiled for 90a alone, skipped on other devices.
 #include <string>
 #include <utility>
@@ -142,7 +143,7 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
   p.v_channel_stride = kPadded;
   Sm90Schedule s{};
   s.packed = 1;
-  Float8Maps maps = make_float8_maps(p, s, {128, 128, 4, 12}, 128, false);
+  Float8Maps maps = make_float8_maps(p, s, {128, 128, 4, 12}, 128, false, false);
   constexpr int kBytes = 128 * 128 + kAlignment;
   allow(load_float8, kBytes);
   for (int start : {0, 16, 112, 272, 384}) {
@@ -166,6 +167,94 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
       }
     }
   }
+}
+
+// ---- Rows of V that become columns
+
+constexpr int kTurnedKeys = 96, kTurnedPanel = 256 * 128;
+
+// A tile of 96 keys by two warps, 32 rows after the other, as the producer's do.
+template <int kChannels>
+__global__ void turn_tile(const __grid_constant__ Float8Maps maps, int start, int head, int end,
+                          uint8_t* out) {
+  constexpr int kPanels = (kChannels + 127) / 128, kRaw = kPanels * kTurnedRows * 128;
+  __shared__ alignas(8) uint64_t full;
+  auto* tile = reinterpret_cast<uint8_t*>(aligned_smem());
+  const uint32_t smem = smem_address(tile), raw = smem + kTurnedPanel;
+  const uint32_t barrier = smem_address(&full);
+  if (threadIdx.x == 0) {
+    barrier_init(barrier, 1);
+    barrier_init_fence();
+  }
+  for (int i = threadIdx.x; i < kTurnedPanel; i += 64) tile[i] = 0x55;
+  __syncthreads();
+  for (int at = 0; at < kTurnedKeys; at += kTurnedRows) {
+    if (threadIdx.x == 0) {
+      barrier_arrive_expect(barrier, kRaw);
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(raw + panel * kTurnedRows * 128, &maps.v, barrier, panel * 128, start + at, head,
+                 1, 0, kEvictLast);
+      }
+    }
+    barrier_wait(barrier, at / kTurnedRows & 1);
+    const RowTurner<kChannels> turner(raw, smem);
+    if (end - at >= kTurnedRows) {
+      turner.template turn<false>(0, 0, at, end - at);
+    } else {
+      turner.template turn<true>(0, 0, at, end - at);
+    }
+    __syncthreads();
+  }
+  for (int i = threadIdx.x; i < kChannels * 128; i += 64) out[i] = tile[byte_at(i / 128, i % 128)];
+}
+
+template <int kChannels>
+void check_turned(int dim) {
+  constexpr int kKeys = 203, kHeads = 3;
+  Random random(case_seed("turned rows"));
+  std::vector<uint8_t> bytes(size_t{2} * kKeys * kHeads * dim);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.next());
+  OnGpu<uint8_t> memory(bytes), out(size_t{kChannels} * 128);
+  AttentionParams p{};
+  p.dtype = DType::e4m3;
+  p.batch = 2;
+  p.num_heads_q = p.num_heads_kv = kHeads;
+  p.head_dim = p.head_dim_v = dim;
+  p.seqlen_q = p.seqlen_kv = kKeys;
+  p.q = p.k = p.v = memory.data();
+  p.q_strides = p.k_strides = p.v_strides = {int64_t{kKeys} * kHeads * dim, kHeads * dim, dim};
+  p.v_channel_stride = 1;
+  Sm90Schedule s{};
+  s.packed = 1;
+  Float8Maps maps = make_float8_maps(p, s, {128, kTurnedKeys, 2, 12}, kChannels, false, true);
+  constexpr int kBytes = kTurnedPanel + 2 * kTurnedRows * 128 + kAlignment;
+  allow(turn_tile<kChannels>, kBytes);
+  for (int start : {0, 7, 100, 150}) {
+    for (int end : {96, 80, 53, 32, 1, 0}) {
+      turn_tile<kChannels><<<1, 64, kBytes>>>(maps, start, 2, end, out.data());
+      std::vector<uint8_t> found = out.host();
+      for (int i = 0; i < kChannels * 128; ++i) {
+        const int channel = i / 128, place = i % 128, four = place % 4;
+        if (place >= kTurnedKeys) continue;
+        const int row = place / 16 * 16 + place % 16 / 4 * 2 + four % 2 + four / 2 * 8;
+        const bool exists = row < end && start + row < kKeys && channel < dim;
+        const int64_t at = p.v_strides.batch + (start + row) * p.v_strides.seq + 2 * dim + channel;
+        const int want = exists ? bytes[at] : 0;
+        CHECK(found[i] == want, dim, " channels from ", start, " to ", end, ": (", channel, ", ",
+              place, ") is ", int{found[i]}, " instead of ", want);
+      }
+    }
+  }
+}
+
+CUDA_TEST(sm90_float8_rows_become_columns) {
+  require_hopper();
+  check_turned<64>(64);
+  check_turned<64>(48);
+  check_turned<128>(128);
+  check_turned<128>(112);
+  check_turned<256>(256);
+  check_turned<256>(144);
 }
 
 // ---- Columns that are kept of V, in panels of 128 keys: two groups clear a tile together

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flash attention forward on Hopper (sm_90a) over float8_e4m3fn q, k and v with scales: as
-// forward.cuh, with products of e4m3 and P rounded to it. Values come by columns. Source:
-// FlashAttention-3, arXiv:2407.08608, section 3.3; two levels of sums: DeepSeek-V3,
-// arXiv:2412.19437, section 3.3.2. Next: float8_maps.cuh, the order of keys;
-// float8_consumer.cuh, the main loop; docs/fp8.md.
+// forward.cuh, with products of e4m3 and P rounded to it. Values come by columns, or by rows, which
+// two warps of the producer turn into columns (kRows). Source: FlashAttention-3, arXiv:2407.08608,
+// section 3.3; two levels of sums: DeepSeek-V3, arXiv:2412.19437, section 3.3.2. Next:
+// float8_maps.cuh, the order of keys; float8_consumer.cuh, the main loop; docs/fp8.md.
 //
 //   producer   | Q K3  | K2 V3 | K1 V2 | K0 V1 | V0 | Q' K' | ...       (next query tile)
 //   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O+=T | QK1 T=PV2 | ... | T=PV0 | O out | QK'
@@ -20,7 +20,7 @@
 
 namespace cuattn {
 
-template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore>
+template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore, bool kRows>
 struct Float8Sm90 {
   // 1. Types and sizes
   static constexpr bool kIsFast = kScore == ScoreKind::fast;  // sums of P V have one level
@@ -39,11 +39,20 @@ struct Float8Sm90 {
   static constexpr bool kThroughSmem = sm90_float8_sends_out({kHeadDim, kHeadDimV}, kScore);
   static constexpr int kOBytes = kThroughSmem ? 64 * kHeadDimV * 2 : 0;  // of a group
   static constexpr int kQStages = kSm90Float8QStages;
-  static constexpr int kSmemBytes = sm90_float8_smem_bytes({kHeadDim, kHeadDimV}, kScore);
+  static constexpr bool kByRows = kRows;  // so values lie, and are turned here
+  static constexpr int kRawStages = kRows ? kHeadDimV > 128 ? 3 : 6 : 0;
+  static constexpr int kRawPanels = (kHeadDimV + 127) / 128;
+  static constexpr int kRawBytes = kRawPanels * kTurnedRows * 128;  // of one stage
+  static constexpr int kNoMore = -(1 << 30);  // rows of a stage that ends the kernel
+  static constexpr int kSmemBytes =
+      sm90_float8_smem_bytes({kHeadDim, kHeadDimV}, kScore) + kRawStages * kRawBytes;
+  static_assert(kSmemBytes <= 227 * 1024);
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
+                65536 / kThreads / 8 * 8 * (kConsumers + 1));  // what a launch has, else it hangs
   static constexpr int kVisibleBytes = kConsumers * 128 * 16;
-  static constexpr int kKeyAlign = kFloat8KeyAlign;
+  static constexpr int kKeyAlign = kRows ? 1 : kFloat8KeyAlign;
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   static_assert(kTile.n % 32 == 0);
   using Work = Sm90Work;
@@ -55,12 +64,13 @@ struct Float8Sm90 {
   // the keys that each thread's rows see; barriers; the work items that the producer draws, and each
   // warp's copy.
   struct Shared {
-    uint32_t q, k, v, o, ones, barriers;
+    uint32_t q, k, v, raw, o, ones, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      o = v + kTile.stages * kVBytes;
+      raw = v + kTile.stages * kVBytes;
+      o = raw + kRawStages * kRawBytes;
       ones = o + kConsumers * kOBytes;
       barriers = device::opaque(ones + 1024 + kVisibleBytes);
     }
@@ -75,11 +85,16 @@ struct Float8Sm90 {
     __device__ uint32_t work_empty(int s) const { return other(6 + s); }
     __device__ uint32_t wanted() const { return other(8); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
-    __device__ uint32_t work(int s) const { return other(9) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t raw_full(int s) const { return other(9 + s); }
+    __device__ uint32_t raw_empty(int s) const { return other(9 + kRawStages + s); }
+    __device__ uint32_t raw_rows(int s) const { return other(9 + 2 * kRawStages + s); }
+    __device__ uint32_t work(int s) const {
+      return other(9 + 3 * kRawStages) + s * static_cast<int>(sizeof(Work));
+    }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
     __device__ uint32_t visible(int thread) const { return barriers - kVisibleBytes + 16 * thread; }
   };
-  static_assert(8 * (4 * kTile.stages + 9) + (2 + 4 * kConsumers) * sizeof(Work) <=
+  static_assert(8 * (4 * kTile.stages + 9 + 3 * kRawStages) + (2 + 4 * kConsumers) * sizeof(Work) <=
                 kSm90SmallBytes);
 
   // 3. Roles. Two threads of the producer keep the rings full, one with Q and K, one with V; another
@@ -111,6 +126,7 @@ struct Float8Sm90 {
     tma_prefetch(&maps.k);
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
+    device::Ring<kRows ? kRawStages : 1> raw(1);
     auto load_q = [&](const Work& w) {
       barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -135,20 +151,41 @@ struct Float8Sm90 {
             barrier_arrive_expect(full, kKBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
-              if (tile == last) {  // in its natural order
+              if (kRows || tile == last) {  // in its natural order
                 tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
-                continue;
-              }
+              } else if constexpr (!kRows) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half,
-                         row / 4, keys.head, batch, kEvictLast);
+                for (int half = 0; half < 2; ++half) {
+                  tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half,
+                           row / 4, keys.head, batch, kEvictLast);
+                }
               }
             }
             ring.next();
+            if constexpr (kRows) {
+#pragma unroll 1
+              for (int at = 0; at < kTile.n; at += kTurnedRows, raw.next()) {
+                barrier_wait(shared.raw_empty(raw.stage()), raw.parity());
+                store_shared(shared.raw_rows(raw.stage()),
+                             static_cast<uint32_t>(keys.used - tile * kTile.n));
+                const uint32_t raw_full = shared.raw_full(raw.stage());
+                barrier_arrive_expect(raw_full, kRawBytes);
+#pragma unroll
+                for (int panel = 0; panel < kRawPanels; ++panel) {
+                  tma_load(shared.raw + raw.stage() * kRawBytes + panel * kTurnedRows * 128,
+                           &maps.v, raw_full, panel * 128, row + at, keys.head, batch, 0,
+                           kEvictLast);
+                }
+              }
+            }
             if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
           }
         });
+    if constexpr (kRows) {
+      barrier_wait(shared.raw_empty(raw.stage()), raw.parity());
+      store_shared(shared.raw_rows(raw.stage()), static_cast<uint32_t>(kNoMore));
+      barrier_arrive(shared.raw_full(raw.stage()));
+    }
   }
 
   static __device__ __forceinline__ void load_values(const AttentionParams& p,
@@ -174,6 +211,43 @@ struct Float8Sm90 {
         });
   }
 
+  // Values by rows: two warps turn what has come, 16 rows of each 32. With the first stage of a tile comes
+  // the number of its rows that exist. Whatever these warps do delays the consumers' on the same schedulers.
+  static __device__ __forceinline__ void turn_values(const Shared& shared) {
+    using namespace device;
+    PackedRing<kTile.stages> ring(1);
+    PackedRing<kRows ? kRawStages : 1> raw(0);
+    static_assert(kTile.n <= 128);
+    const RowTurner<kHeadDimV> turner(shared.raw, shared.v);
+    auto await_rows = [&] { barrier_wait(shared.raw_full(raw.stage()), raw.parity()); };
+    auto turn_tile = [&](auto cut, int rows) {
+#pragma unroll(cut.value ? 1 : kTile.n)
+      for (int at = 0; at < kTile.n; at += kTurnedRows, raw.next()) {
+        const uint32_t full = shared.raw_full(raw.stage());
+        if (at > 0) barrier_wait(full, raw.parity());
+        turner.template turn<cut.value>(raw.stage() * kRawBytes, ring.stage() * kVBytes, at,
+                                        rows - at);
+        __syncwarp();
+        if (elect_one()) barrier_arrive(full + 8 * kRawStages);  // raw_empty
+      }
+    };
+#pragma unroll 1
+    for (;; ring.next()) {
+      await_rows();
+      const int rows = static_cast<int>(load_shared4(shared.raw_rows(raw.stage())));
+      if (rows == kNoMore) break;
+      barrier_wait(shared.v_empty(ring.stage()), ring.parity());
+      if (rows >= kTile.n) {
+        turn_tile(std::false_type{}, rows);
+      } else {
+        turn_tile(std::true_type{}, rows);
+      }
+      async_proxy_fence();
+      __syncwarp();
+      if (elect_one()) barrier_arrive(shared.v_full(ring.stage()));
+    }
+  }
+
   // 4. Eight rows of 128 bytes, K-major: the first is ones, the others are zeros.
   static __device__ __forceinline__ void fill_ones(const Shared& shared) {
     if (threadIdx.x < 64) {
@@ -194,13 +268,17 @@ struct Float8Sm90 {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
         device::barrier_init(shared.work_full(i), 1);
-        device::barrier_init(shared.work_empty(i), kWarps + 2);
+        device::barrier_init(shared.work_empty(i), kWarps + (kRows ? 1 : 2));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
-        device::barrier_init(shared.v_full(i), 1);
+        device::barrier_init(shared.v_full(i), kRows ? 2 : 1);
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
+      }
+      for (int i = 0; i < kRawStages; ++i) {
+        device::barrier_init(shared.raw_full(i), 1);
+        device::barrier_init(shared.raw_empty(i), 2);
       }
       device::barrier_init(shared.wanted(), 1);
       device::barrier_init_fence();
@@ -214,8 +292,10 @@ struct Float8Sm90 {
         schedule_sm90_work<Float8Sm90>(p, s, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
         load_keys(p, s, maps, Shared(smem));
+      } else if (kRows && warp >= 2) {
+        if constexpr (kRows) turn_values(Shared(smem));
       } else if (warp == 2 && device::elect_one()) {
-        load_values(p, s, maps, Shared(smem));
+        if constexpr (!kRows) load_values(p, s, maps, Shared(smem));
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
@@ -235,22 +315,30 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // 6. Launcher
+template <class Kernel>
+void launch_float8_sm90(const AttentionParams& p, const AttentionSchedule& schedule,
+                        cudaStream_t stream) {
+  Sm90Schedule s = make_sm90_schedule(p, schedule, Kernel::kTile);
+  Float8Maps maps = make_float8_maps(p, s, Kernel::kTile, Kernel::kVColumns, Kernel::kThroughSmem,
+                                     Kernel::kByRows);
+  static uint64_t allowed = 0;
+  allow_shared_memory(float8_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
+  launch_overlapping(float8_sm90_kernel<Kernel>, sm90_grid(s, schedule), Kernel::kThreads,
+                     Kernel::kSmemBytes, s.counter != nullptr ? 9 : 0, stream, p, s, maps);
+  if (s.splits > 1) merge_parts(p, schedule, 9, stream);
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
   requires(kType == DType::e4m3)
 void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
-  AttentionParams p = launch.params;
-  const AttentionSchedule& schedule = launch.schedule;
-  if (schedule.turned != nullptr) launch_turn_values(p, schedule.turned, stream);
-  using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask, kScore>;
-  Sm90Schedule s = make_sm90_schedule(p, schedule, Kernel::kTile);
-  Float8Maps maps = make_float8_maps(p, s, Kernel::kTile, kHeadDimV, Kernel::kThroughSmem);
-  static uint64_t allowed = 0;
-  allow_shared_memory(float8_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  int32_t grid = schedule.num_ctas > 0 && schedule.num_ctas < s.total ? schedule.num_ctas : s.total;
-  if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
-  launch_overlapping(float8_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
-                     s.counter != nullptr ? 9 : 0, stream, p, s, maps);
-  if (s.splits > 1) merge_parts(p, schedule, 9, stream);
+  const AttentionParams& p = launch.params;
+  if (p.v_channel_stride == 1) {
+    using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask, kScore, true>;
+    return launch_float8_sm90<Kernel>(p, launch.schedule, stream);
+  }
+  using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask, kScore, false>;
+  launch_float8_sm90<Kernel>(p, launch.schedule, stream);
 }
 
 }  // namespace cuattn

@@ -41,8 +41,9 @@ struct ConsumerFloat8 {
   using Shared = typename Kernel::Shared;
   using Ring = device::Ring<kTile.stages>;
   using QRing = device::Ring<Kernel::kQStages>;
-  using Natural = KeyOrder<true, kTile.n>;
-  using ByFours = KeyOrder<false, kTile.n>;
+  static constexpr bool kByRows = Kernel::kByRows;
+  using Natural = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<true, kTile.n>>;
+  using ByFours = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<false, kTile.n>>;
   template <DType kType>
   using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, 64, Kernel::kThroughSmem>;
 
@@ -94,7 +95,7 @@ struct ConsumerFloat8 {
 
   // Keys of tile 0 that are not of the sequence.
   static __device__ __forceinline__ int32_t lead(const Work& w) {
-    return static_cast<int32_t>(w.keys.start) % kFloat8KeyAlign;
+    return static_cast<int32_t>(w.keys.start) % Kernel::kKeyAlign;
   }
 
   // What a thread's two rows see, as places in tiles.
@@ -182,8 +183,8 @@ struct ConsumerFloat8 {
   static __device__ __forceinline__ void end_tile(const Lane& me, const Operands& from,
                                                   Tiles& tiles, int v_stage) {
     me.my_turn();
-    if constexpr (kTakesScores) {
-      Products::add_slices(from, v_stage, tiles, me.s.zero);
+    if constexpr (kTakesScores) {  // by 128 columns the end of an item spills
+      Products::template add_slices<64>(from, v_stage, tiles, me.s.zero);
       me.your_turn();
     } else {
       tiles.claim_product();
@@ -228,7 +229,7 @@ struct ConsumerFloat8 {
     barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
     me.my_turn();
     if constexpr (kTakesScores) {
-      Products::add_slices(from, v_stage, tiles, me.s.zero);
+      Products::template add_slices<Products::kSlice>(from, v_stage, tiles, me.s.zero);
       me.release(me.shared.v_empty(v_stage));
       pin(tiles.scores);
       Products::multiply_qk(from, at, tiles.scores, me.s.zero);
@@ -273,6 +274,7 @@ struct ConsumerFloat8 {
     auto join = [](const float (&)[2], bool) {};
     float8_softmax_step<Natural, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
                                                     me.s.zero, join);
+    if constexpr (kByRows) return;
     const int before = tile == 0 ? lead(w) : 0, end = w.keys.used + lead(w) - tile * kTile.n;
     if (before > 0 || (me.s.clears && end < kTile.n)) {
       device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
@@ -316,16 +318,16 @@ struct ConsumerFloat8 {
     const bool by_channel = v.extents[2] > 1;
     const float* from = v.data + w.batch * v.strides[0] + head_kv(me, w) / v.group * v.strides[1];
 #pragma unroll
-    for (int first = 0; first < kOutCount / 4; first += 8) {
-      if (by_channel) {  // asked for each 64 columns: more loads at once would spill
+    for (int first = 0; first < kOutCount / 4; first += 4) {
+      if (by_channel) {  // asked for each 32 columns: more loads at once would spill
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < 16; ++i) {
           const int channel = (first + i / 4) * 8 + me.lane % 4 * 2 + i % 2;
           out[4 * first + i] *= from[min(channel, me.p.head_dim_v - 1) * v.strides[2]] * kUnshift;
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) out[4 * first + i] *= scale;
+        for (int i = 0; i < 16; ++i) out[4 * first + i] *= scale;
       }
     }
   }

@@ -13,6 +13,7 @@
 // be, comes in the natural order, and its P is shuffled.
 #pragma once
 
+#include "cuattn/device/mma_sm80.cuh"
 #include "cuda/attention/sm90/host.cuh"
 #include "cuda/host/tensor_maps.h"
 
@@ -22,6 +23,8 @@ struct Float8Maps {
   device::TensorMap q, k, v, o;
   device::TensorMap fours;  // k, four rows at a time
 };
+
+constexpr int kTurnedRows = 32;  // rows of values that come and are turned together
 
 // Tiles begin at keys that are multiples of this in memory, up to 15 of which are not of the sequence:
 // along their contiguous axis the TMA takes boxes on 16 bytes alone (else: illegal instruction).
@@ -46,12 +49,16 @@ inline device::TensorMap fours_map(const AttentionParams& p, int32_t rows) {
 }
 
 inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
-                                   int32_t channels, bool through_smem) {
+                                   int32_t channels, bool through_smem, bool by_rows) {
   const device::TensorMap k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
   int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
   Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k, k};
-  if (keys > 0) maps.v = column_map(p, channels);        // else nothing is read
-  if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
+  if (by_rows) {
+    maps.v = key_map(p, p.v, p.v_strides, p.head_dim_v, kTurnedRows);
+  } else {
+    if (keys > 0) maps.v = column_map(p, channels);        // else nothing is read
+    if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
+  }
   if (through_smem && s.stores_boxes) maps.o = output_map(p);
   return maps;
 }
@@ -83,6 +90,13 @@ struct KeyOrder {
     uint32_t high = __shfl_sync(0xffffffffu, word, from + 1, 4);
     return __byte_perm(low, high, q < 2 ? 0x5410 : 0x7632);
   }
+};
+
+// Of values that RowTurner has turned: it puts keys 2q, 2q + 1, 2q + 8 and 2q + 9 of each 16 side by side,
+// which are what a thread has of two blocks of S. So K comes in its natural order, and P needs no shuffles.
+template <int kKeys>
+struct TurnedOrder : KeyOrder<true, kKeys> {
+  static __device__ __forceinline__ uint32_t arrange(uint32_t word) { return word; }
 };
 
 // -inf for keys that a thread's two rows do not see.
@@ -121,5 +135,70 @@ __device__ __forceinline__ void keep_columns(uint32_t v, int begin, int end, int
   device::async_proxy_fence();
   device::named_barrier_sync(4 + group, 128);
 }
+
+// Values by rows become columns: a warp turns 16 of kTurnedRows rows of a stage (panels of 128 channels, which
+// the TMA brought), the first of which is row `at` of a tile (panel, channel, 128 keys). Which 16: the parity of
+// the warp. What is from row `end` of the kTurnedRows on becomes zeros.
+//
+// A matrix of 8 rows and 16 bytes, seen as 8 pairs of channels, comes transposed: lane 4i + q has pair i of
+// rows 2q and 2q + 1. So of two matrices, rows 0 to 7 and 8 to 15, it has four keys of two channels, which
+// become a word each. The words of even channels in lanes 0 to 15 and of odd ones in lanes 16 to 31 are stored
+// together, then the others: no two rows of a store share a bank. What a lane needs is worked out once, and
+// kAhead loads are under way at once: a warp alone would wait for each.
+template <int kChannels>
+struct RowTurner {
+  uint32_t from, to;  // of this lane in the first stage and tile
+  uint32_t early;     // the bytes of the words that it stores first
+
+  __device__ __forceinline__ RowTurner(uint32_t stage, uint32_t tile) {
+    const int thread = static_cast<int>(device::opaque(threadIdx.x));
+    const int half = thread / 32 % 2, lane = thread % 32;
+    const int matrix = lane / 8, i = lane % 8, row = half * 16 + matrix % 2 * 8 + i;
+    const int channel = matrix / 2 * 16 + 2 * i + (matrix % 2 ^ i / 4);
+    from = device::opaque(stage + row * 128 + ((matrix / 2 ^ i) << 4));
+    to = device::opaque(tile + channel * 128 + ((half ^ channel % 8) << 4));
+    early = lane < 16 ? 0x6420 : 0x7531;
+  }
+
+  template <bool kCut>
+  __device__ __forceinline__ void turn(int stage_bytes, int tile_bytes, int at, int end) const {
+    using namespace device;
+    constexpr int kSteps = kChannels / 32, kAhead = kCut ? 1 : 2;
+    const uint32_t lane_from = from + stage_bytes;
+    const uint32_t lane_to = (to + tile_bytes) ^ at;  // 16 bytes a group of 16 rows
+    const uint32_t late = opaque(early) ^ 0x1111;
+    uint32_t kept = 0xffffffffu;
+    if constexpr (kCut) {
+      const int thread = static_cast<int>(opaque(threadIdx.x));
+#pragma unroll
+      for (int byte = 0; byte < 4; ++byte) {
+        int key = thread / 32 % 2 * 16 + thread % 4 * 2 + byte % 2 + byte / 2 * 8;
+        if (key >= end) kept &= ~(0xffu << 8 * byte);
+      }
+    }
+#pragma unroll(kCut ? 1 : kSteps)
+    for (int first = 0; first < kSteps; first += kAhead) {
+      uint32_t r[kAhead][4];
+#pragma unroll
+      for (int c = 0; c < kAhead; ++c) {
+        ldmatrix_x4_trans(
+            r[c], (lane_from ^ ((first + c) % 4 * 32)) + (first + c) / 4 * kTurnedRows * 128);
+      }
+#pragma unroll
+      for (int c = 0; c < kAhead; ++c) {
+        uint32_t words[4];
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          words[2 * pair] = __byte_perm(r[c][2 * pair], r[c][2 * pair + 1], early);
+          words[2 * pair + 1] = __byte_perm(r[c][2 * pair], r[c][2 * pair + 1], late);
+        }
+        if constexpr (kCut) {
+          for (uint32_t& word : words) word &= kept;
+        }
+        stmatrix_x4(lane_to + (first + c) * 32 * 128, words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+};
 
 }  // namespace cuattn

@@ -104,22 +104,23 @@ struct ProductsFloat8 {
     wgmma_commit();
   }
 
-  // 3. O += P V by T, some columns after the others, where S has been.
+  // 3. O += P V by T, kColumns after the others, where S has been.
   //
   // Note: ptxas gives a product registers of its own if it knows that it begins at zero, and moves the
   // additions behind the next product: then hundreds of bytes spill. With a zero that only we know a
   // product seems to add to what its registers hold, so that they have to be read before.
+  template <int kColumns>
   static __device__ __forceinline__ void add_slices(const Operands& from, int stage, Tiles& tiles,
                                                     float zero) {
     using namespace device;
-    using Product = device::Wgmma<DType::e4m3, kSlice>;
+    using Product = device::Wgmma<DType::e4m3, kColumns>;
     const uint64_t b = advance(from.v, uniform(stage * Kernel::kVBytes));
-    auto& part = *reinterpret_cast<float (*)[kSlice / 2]>(tiles.scores);
-    static_assert(kSlice / 2 <= kScoreCount && kHeadDimV % kSlice == 0);
+    auto& part = *reinterpret_cast<float (*)[kColumns / 2]>(tiles.scores);
+    static_assert(kColumns / 2 <= kScoreCount && kHeadDimV % kColumns == 0);
     pin(tiles.scores);
     pin(tiles.probs);
 #pragma unroll
-    for (int first = 0; first < kHeadDimV; first += kSlice) {
+    for (int first = 0; first < kHeadDimV; first += kColumns) {
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTile.n / 32; ++step) {
@@ -131,7 +132,7 @@ struct ProductsFloat8 {
       wgmma_wait<0>();
       pin(part);
 #pragma unroll
-      for (int i = 0; i < kSlice / 2; ++i) tiles.out[first / 2 + i] += part[i];
+      for (int i = 0; i < kColumns / 2; ++i) tiles.out[first / 2 + i] += part[i];
     }
     pin(tiles.probs);
   }

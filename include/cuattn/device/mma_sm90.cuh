@@ -98,6 +98,22 @@ class Ring<2> {  // both in one register
   uint32_t count_;
 };
 
+// As Ring, in one register, for a few more instructions.
+template <int kCount>
+class PackedRing {
+ public:
+  __device__ __forceinline__ explicit PackedRing(uint32_t first_parity) : place_(first_parity) {}
+  __device__ __forceinline__ int stage() const { return place_ >> 1; }
+  __device__ __forceinline__ uint32_t parity() const { return place_ & 1; }
+  __device__ __forceinline__ void next() {
+    place_ += 2;
+    if (place_ >= 2 * kCount) place_ = (place_ & 1) ^ 1;
+  }
+
+ private:
+  uint32_t place_;
+};
+
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
 // arrive.
 
@@ -260,6 +276,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // A struct of 32-bit words, two at a time (8-byte aligned).
 template <class T>
 __device__ __forceinline__ void store_shared(uint32_t smem, const T& value) {
+  static_assert(sizeof(T) % 8 == 0);
   union {
     T value;
     uint32_t words[sizeof(T) / 4];
@@ -273,6 +290,7 @@ __device__ __forceinline__ void store_shared(uint32_t smem, const T& value) {
 }
 template <class T>
 __device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
+  static_assert(sizeof(T) % 8 == 0);
   union {
     uint32_t words[sizeof(T) / 4];
     T value;

@@ -19,9 +19,6 @@ CUATTN_HOST_DEVICE constexpr DType value_dtype(DType dtype) {
   return dtype == DType::i8 ? DType::e4m3 : dtype;
 }
 
-// Values by columns, as kernels of ours make them: keys from one channel to the next.
-CUATTN_HOST_DEVICE constexpr int64_t column_pitch(int64_t keys) { return (keys + 15) / 16 * 16; }
-
 struct Float8Scale {
   const float* data;  // or nullptr: `number` holds everywhere
   float number;

@@ -29,6 +29,7 @@ BACKENDS = (
     "replan",
     "wide",
     "codes",
+    "rows",
     "v1",
     "v2",
     "dense",
