@@ -65,7 +65,7 @@ AttentionParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int
 }
 
 // Neither splits nor packed heads.
-constexpr AttentionSchedule kWhole{{}, 1, 0, 0, 1, 0, false, nullptr, nullptr};
+constexpr AttentionSchedule kWhole{{}, 1, 0, 0, 1, 0, false, nullptr};
 
 // ---- tiles in shared memory
 
