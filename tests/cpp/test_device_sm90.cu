@@ -315,16 +315,18 @@ CUDA_TEST(sm90_elect_one_names_one_lane_of_each_warp) {
 
 // ---- rings and barriers
 
-// Stage and parity of rings of as many stages, known at compile time and at run time.
+// Stage and parity of rings of as many stages, known at compile time and at run time, or packed.
 template <int kCount>
-__global__ void walk_rings(int count, int steps, int* out) {
-  Ring<kCount> fixed(1);
-  Ring counted(1, count);
+__global__ void walk_rings(int count, int steps, int first_parity, int* out) {
+  Ring<kCount> fixed(first_parity);
+  Ring counted(first_parity, count);
+  PackedRing<kCount> packed(first_parity);
   for (int step = 0; step < steps; ++step) {
-    int* to = out + 4 * step;
+    int* to = out + 6 * step;
     to[0] = fixed.stage(), to[1] = static_cast<int>(fixed.parity());
     to[2] = counted.stage(), to[3] = static_cast<int>(counted.parity());
-    fixed.next(), counted.next();
+    to[4] = packed.stage(), to[5] = static_cast<int>(packed.parity());
+    fixed.next(), counted.next(), packed.next();
   }
 }
 
@@ -332,17 +334,20 @@ CUDA_TEST(sm90_rings_of_any_length_go_round_alike) {
   require_hopper();
   constexpr int kSteps = 25;
   auto check = [&](int count, auto* kernel) {
-    OnGpu<int> out(size_t{4 * kSteps});
-    kernel<<<1, 1>>>(count, kSteps, out.data());
-    std::vector<int> seen = out.host();
-    for (int step = 0; step < kSteps; ++step) {
-      int want[] = {step % count, 1 - step / count % 2};
-      for (int i = 0; i < 4; ++i)
-        CHECK(seen[4 * step + i] == want[i % 2], count, " stages, step ", step, ": ",
-              seen[4 * step + i]);
+    for (int first : {0, 1}) {
+      OnGpu<int> out(size_t{6 * kSteps});
+      kernel<<<1, 1>>>(count, kSteps, first, out.data());
+      std::vector<int> seen = out.host();
+      for (int step = 0; step < kSteps; ++step) {
+        int want[] = {step % count, first ^ step / count % 2};
+        for (int i = 0; i < 6; ++i)
+          CHECK(seen[6 * step + i] == want[i % 2], count, " stages, step ", step, ": ",
+                seen[6 * step + i]);
+      }
     }
   };
   check(2, walk_rings<2>), check(3, walk_rings<3>), check(4, walk_rings<4>);
+  check(6, walk_rings<6>);
 }
 
 // In round r warp r alone, and of it one lane, has the predicate; in every fifth round nobody. A

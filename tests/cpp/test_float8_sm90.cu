@@ -11,6 +11,7 @@
 #include "cuda/attention/sm90/float8_maps.cuh"
 #include "sm90.cuh"
 #include "suite.h"
+#include "tma_tiles.cuh"
 
 namespace cuattn::test {
 namespace {
@@ -131,12 +132,8 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
   std::vector<uint8_t> bytes(size_t{2} * kPadded * kHeads * kDim);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.next());
   OnGpu<uint8_t> memory(bytes), out(size_t{128} * 128);
-  AttentionParams p{};
+  AttentionParams p = dense_params(2, kKeys, kHeads, kHeads, kDim, kDim);
   p.dtype = DType::e4m3;
-  p.batch = 2;
-  p.num_heads_q = p.num_heads_kv = kHeads;
-  p.head_dim = p.head_dim_v = kDim;
-  p.seqlen_q = p.seqlen_kv = kKeys;
   p.q = p.k = p.v = memory.data();
   p.q_strides = p.k_strides = {int64_t{kPadded} * kHeads * kDim, kHeads * kDim, kDim};
   p.v_strides = {int64_t{kPadded} * kHeads * kDim, 1, int64_t{kDim} * kPadded};
@@ -171,41 +168,43 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
 
 // ---- Rows of V that become columns
 
-constexpr int kTurnedKeys = 96, kTurnedPanel = 256 * 128;
+constexpr int kTurnedPanel = 256 * 128;
 
-// A tile of 96 keys by two warps, 32 rows after the other, as the producer's do.
+// A tile of `keys` keys by two warps, 32 rows after the other, as the producer's do: two stages in turn, and
+// the second of two tiles.
 template <int kChannels>
-__global__ void turn_tile(const __grid_constant__ Float8Maps maps, int start, int head, int end,
-                          uint8_t* out) {
+__global__ void turn_tile(const __grid_constant__ Float8Maps maps, int start, int head, int keys,
+                          int end, uint8_t* out) {
   constexpr int kPanels = (kChannels + 127) / 128, kRaw = kPanels * kTurnedRows * 128;
   __shared__ alignas(8) uint64_t full;
   auto* tile = reinterpret_cast<uint8_t*>(aligned_smem());
-  const uint32_t smem = smem_address(tile), raw = smem + kTurnedPanel;
+  const uint32_t smem = smem_address(tile), raw = smem + 2 * kTurnedPanel;
   const uint32_t barrier = smem_address(&full);
   if (threadIdx.x == 0) {
     barrier_init(barrier, 1);
     barrier_init_fence();
   }
-  for (int i = threadIdx.x; i < kTurnedPanel; i += 64) tile[i] = 0x55;
+  for (int i = threadIdx.x; i < 2 * kTurnedPanel; i += 64) tile[i] = 0x55;
   __syncthreads();
-  for (int at = 0; at < kTurnedKeys; at += kTurnedRows) {
+  const RowTurner<kChannels> turner(raw, smem);
+  for (int at = 0; at < keys; at += kTurnedRows) {
+    const int stage = at / kTurnedRows % 2 * kRaw;
     if (threadIdx.x == 0) {
       barrier_arrive_expect(barrier, kRaw);
       for (int panel = 0; panel < kPanels; ++panel) {
-        tma_load(raw + panel * kTurnedRows * 128, &maps.v, barrier, panel * 128, start + at, head,
-                 1, 0, kEvictLast);
+        tma_load(raw + stage + panel * kTurnedRows * 128, &maps.v, barrier, panel * 128, start + at,
+                 head, 1, 0, kEvictLast);
       }
     }
     barrier_wait(barrier, at / kTurnedRows & 1);
-    const RowTurner<kChannels> turner(raw, smem);
     if (end - at >= kTurnedRows) {
-      turner.template turn<false>(0, 0, at, end - at);
+      turner.template turn<false>(stage, kTurnedPanel, at, end - at);
     } else {
-      turner.template turn<true>(0, 0, at, end - at);
+      turner.template turn<true>(stage, kTurnedPanel, at, end - at);
     }
     __syncthreads();
   }
-  for (int i = threadIdx.x; i < kChannels * 128; i += 64) out[i] = tile[byte_at(i / 128, i % 128)];
+  for (int i = threadIdx.x; i < 2 * kTurnedPanel; i += 64) out[i] = tile[byte_at(i / 128, i % 128)];
 }
 
 template <int kChannels>
@@ -214,34 +213,31 @@ void check_turned(int dim) {
   Random random(case_seed("turned rows"));
   std::vector<uint8_t> bytes(size_t{2} * kKeys * kHeads * dim);
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.next());
-  OnGpu<uint8_t> memory(bytes), out(size_t{kChannels} * 128);
-  AttentionParams p{};
+  OnGpu<uint8_t> memory(bytes), out(size_t{2} * kTurnedPanel);
+  AttentionParams p = dense_params(2, kKeys, kHeads, kHeads, dim, dim);
   p.dtype = DType::e4m3;
-  p.batch = 2;
-  p.num_heads_q = p.num_heads_kv = kHeads;
-  p.head_dim = p.head_dim_v = dim;
-  p.seqlen_q = p.seqlen_kv = kKeys;
   p.q = p.k = p.v = memory.data();
   p.q_strides = p.k_strides = p.v_strides = {int64_t{kKeys} * kHeads * dim, kHeads * dim, dim};
   p.v_channel_stride = 1;
   Sm90Schedule s{};
   s.packed = 1;
-  Float8Maps maps = make_float8_maps(p, s, {128, kTurnedKeys, 2, 12}, kChannels, false, true);
-  constexpr int kBytes = kTurnedPanel + 2 * kTurnedRows * 128 + kAlignment;
+  Float8Maps maps = make_float8_maps(p, s, {128, 128, 2, 12}, kChannels, false, true);
+  constexpr int kBytes = 2 * (kTurnedPanel + 2 * kTurnedRows * 128) + kAlignment;
   allow(turn_tile<kChannels>, kBytes);
   for (int start : {0, 7, 100, 150}) {
-    for (int end : {96, 80, 53, 32, 1, 0}) {
-      turn_tile<kChannels><<<1, 64, kBytes>>>(maps, start, 2, end, out.data());
+    for (auto [keys, end] : std::vector<std::pair<int, int>>{
+             {128, 128}, {128, 97}, {96, 96}, {96, 80}, {128, 53}, {96, 32}, {128, 1}, {96, 0}}) {
+      turn_tile<kChannels><<<1, 64, kBytes>>>(maps, start, 2, keys, end, out.data());
       std::vector<uint8_t> found = out.host();
-      for (int i = 0; i < kChannels * 128; ++i) {
-        const int channel = i / 128, place = i % 128, four = place % 4;
-        if (place >= kTurnedKeys) continue;
+      for (int i = 0; i < 2 * kTurnedPanel; ++i) {
+        const int channel = i / 128 - 256, place = i % 128, four = place % 4;
         const int row = place / 16 * 16 + place % 16 / 4 * 2 + four % 2 + four / 2 * 8;
         const bool exists = row < end && start + row < kKeys && channel < dim;
         const int64_t at = p.v_strides.batch + (start + row) * p.v_strides.seq + 2 * dim + channel;
-        const int want = exists ? bytes[at] : 0;
-        CHECK(found[i] == want, dim, " channels from ", start, " to ", end, ": (", channel, ", ",
-              place, ") is ", int{found[i]}, " instead of ", want);
+        const bool is_turned = channel >= 0 && channel < kChannels && place < keys;
+        const int want = !is_turned ? 0x55 : exists ? bytes[at] : 0;
+        CHECK(found[i] == want, dim, " channels, ", keys, " keys from ", start, " to ", end, ": (",
+              channel, ", ", place, ") is ", int{found[i]}, " instead of ", want);
       }
     }
   }
