@@ -59,10 +59,14 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
   // The exponentials of a row are relative to `reference`, which is not its maximum but near it: as
   // long as no score is above it by more than `slack`, nothing has to be exchanged or rescaled. So
   // warps meet once a tile. Source of the idea: FlashAttention-4.
+  // What follows from a reference is kept. Found for each tile, it cost the loops of the copy warps
+  // their uniform registers, and decode from L2 8 % (docs/notes/20261129-float8-queries-and-shared-blocks.md).
   struct Softmax {
     static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
 
     float reference[kColumns], sum[kColumns];  // sum: of this thread's keys
+    float limit[kColumns];                     // scores above it raise the reference
+    float center[kColumns], base[kColumns];    // the reference, or 0, and the rest in base 2
     float to_log2;                             // a score times this is an exponent in base 2
     float slack;
     __device__ explicit Softmax(const PagedParams& p)
@@ -74,9 +78,22 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     __device__ __forceinline__ void clear() {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        reference[c] = device::negative_infinity();
+        refer(c, device::negative_infinity());
         sum[c] = 0.0f;
       }
+    }
+    // Scores of column `c` are relative to `to`. A row that has seen nothing has -inf; 0 in its
+    // place keeps -inf - (-inf) out of the exponent.
+    __device__ __forceinline__ void refer(int c, float to) {
+      float log2 = to == device::negative_infinity() ? 0.0f : device::finite_product(to, to_log2);
+      bool large = device::is_large_reference(log2);
+      reference[c] = to;
+      limit[c] = large ? to : to + slack;
+      center[c] = large ? to : 0.0f;
+      base[c] = large ? 0.0f : log2;
+    }
+    __device__ __forceinline__ float exponent(int c, float score) const {
+      return fmaf(score - center[c], to_log2, -base[c]);
     }
   };
 
@@ -116,20 +133,12 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     bool exceeds = false;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out of the
-      // exponent.
-      bool unseen = state.reference[c] == negative_infinity();
-      float reference = unseen ? 0.0f : finite_product(state.reference[c], state.to_log2);
-      bool large = is_large_reference(reference);
-      float center = large ? state.reference[c] : 0.0f;
-      float limit = large ? state.reference[c] : state.reference[c] + state.slack;
-      if (large) reference = 0.0f;
       sums[c] = 0.0f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float score = scores[at(c, half)];
-        exceeds |= score > limit;
-        weights[at(c, half)] = exp2_approx(fmaf(score - center, state.to_log2, -reference));
+        exceeds |= score > state.limit[c];
+        weights[at(c, half)] = exp2_approx(state.exponent(c, score));
         sums[c] += weights[at(c, half)];
       }
     }
@@ -163,7 +172,7 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
       float max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), state.reference[c]);
       float safe = max == negative_infinity() ? 0.0f : max;
       float rescale = exp2_approx((state.reference[c] - safe) * state.to_log2);
-      state.reference[c] = max;
+      state.refer(c, max);
       state.sum[c] = __fmul_rn(state.sum[c], rescale);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

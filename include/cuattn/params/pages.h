@@ -49,9 +49,11 @@ struct Pages {
   CUATTN_HOST_DEVICE const int32_t* entry(int32_t b, int32_t column) const {
     return &block_tables[b * block_tables_stride + column];
   }
-  // Any id is read as one that exists.
+  // Any id is read as one that exists. In 32 bits: compared with 64, lanes of the warp that copies
+  // decode's keys part here, for each tile.
   CUATTN_HOST_DEVICE int32_t existing(int32_t id) const {
-    return id < 0 ? 0 : id < num_blocks ? id : static_cast<int32_t>(num_blocks - 1);
+    int32_t last = static_cast<int32_t>(num_blocks - 1);
+    return id < 0 ? 0 : id < last ? id : last;
   }
   CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
     return existing(*entry(b, column));
