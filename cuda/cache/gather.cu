@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kCacheThreads, 4)
     cache_gather(const __grid_constant__ CacheGatherParams p, int tokens) {
   __shared__ CacheTile::Places places;
   CacheTile tile(&places, tokens, p.num_heads);
+  if (are_unused(p, tile.first, min(int64_t{tokens}, p.num_tokens - tile.first))) return;
   bool is_k = tile.is_k;
   const CacheSide& side = is_k ? p.k : p.v;
   tile.fill(side, p.pages.block_size, p.num_tokens, [&](int64_t token) {
@@ -152,8 +153,8 @@ __global__ void __launch_bounds__(kCacheThreads)
   }
 }
 
-constexpr int kCodes = 16;        // of a row, that a thread makes numbers of
-constexpr int kNumberTokens = 8;  // of a thread block, at a time
+constexpr int kCodes = 16;         // of a row, that a thread makes numbers of
+constexpr int kNumberTokens = 16;  // of a thread block, at a time
 
 // Codes of float8 as they lie in a cache, to numbers of 16 bits that lie side by side.
 template <class T>
@@ -188,9 +189,13 @@ __global__ void __launch_bounds__(kCacheThreads)
   for (int64_t first = int64_t{blockIdx.x} * kNumberTokens; first < p.num_tokens;
        first += int64_t{gridDim.x} * kNumberTokens) {
     int tokens = static_cast<int>(min(p.num_tokens - first, int64_t{kNumberTokens}));
-    if (threadIdx.x < tokens) places[threadIdx.x] = cached_token(p, first + threadIdx.x);
-    __syncthreads();
-    for (int index = threadIdx.x; index < tokens * p.num_heads * chunks; index += kCacheThreads) {
+    bool is_used = false;
+    if (threadIdx.x < tokens) {
+      places[threadIdx.x] = cached_token(p, first + threadIdx.x);
+      is_used = places[threadIdx.x].seq >= 0;
+    }
+    int items = __syncthreads_or(is_used) ? tokens * p.num_heads * chunks : 0;
+    for (int index = threadIdx.x; index < items; index += kCacheThreads) {
       int chunk = index % chunks, head = index / chunks % p.num_heads;
       int token = index / chunks / p.num_heads;
       CachedToken from = places[token];
@@ -207,7 +212,10 @@ __global__ void __launch_bounds__(kCacheThreads)
 
 template <class T>
 void launch_numbers(const CacheGatherParams& p, cudaStream_t stream) {
-  constexpr int64_t kMostBlocks = 1 << 20;  // beyond that, a thread block takes several tiles
+  // Beyond that a thread block takes several tiles: where one sequence is long and many are short
+  // most tiles are unused, and a block for each took as long as all that is read. Fewer blocks made
+  // gathers without an unused tile slower. A prime: sequences begin at multiples of the longest.
+  constexpr int64_t kMostBlocks = 16381;
   int64_t tiles = ceil_div<int64_t>(p.num_tokens, kNumberTokens);
   auto blocks = static_cast<unsigned>(std::min(tiles, kMostBlocks));
   cache_gather_numbers<T><<<blocks, kCacheThreads, 0, stream>>>(p);

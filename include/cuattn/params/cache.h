@@ -158,6 +158,14 @@ CUATTN_HOST_DEVICE CachedToken cached_token(const CacheGatherParams& p, int64_t 
   return {low, block, position % p.pages.block_size};
 }
 
+// Whether rows [token, token + count) of one sequence are behind the keys that it uses: none of them
+// is written. Asked before anything else of a call whose sequences have as many rows as the longest.
+CUATTN_HOST_DEVICE bool are_unused(const CacheGatherParams& p, int64_t token, int64_t count) {
+  if (p.cu_seqlens != nullptr || p.seqused == nullptr) return false;
+  int64_t seq = token / p.padded_len, position = token - seq * p.padded_len;
+  return position + count <= p.padded_len && position >= p.seqused[seq];
+}
+
 // copy_blocks: within each cache, whole blocks from their source to their destination. Sizes and
 // strides are in bytes.
 struct CacheList {
