@@ -119,10 +119,9 @@ struct Plan {
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
   size_t workspace_bytes;
-  bool turns_values;  // float8 by rows: turned as they come
-  size_t
-      numbers_bytes;   // of these at the end, for codes that become numbers of 16 bits first; or 0
-  const char* reason;  // one clause, static storage
+  size_t numbers_bytes;  // of these at the end, for codes that become numbers of 16 bits; or 0
+  bool turns_values;     // float8 by rows: they become columns as they come
+  const char* reason;    // one clause, static storage
 };
 
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".

@@ -13,8 +13,8 @@ import frameworks
 from cuattn._bench import bars, devices, measure, peers
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.float8 import BEST, BF16, FAST, OURS, QUANTISED, Float8Workload
+from cuattn._bench.float8 import ROWS as BY_ROWS
 
-BY_ROWS = "cuattn:rows"
 torch = frameworks.require("torch")
 inputs = pytest.importorskip("cuattn._bench.float8_inputs")
 

@@ -61,7 +61,12 @@ PARTS = {
         "`attention` on Hopper's own instructions",
         stages=(*NATIVE, "watchdog"),
         objects=(*SM90, "test_attention.cpp", "perf.cpp", "test_*_sm90.cu", "test_tensor_maps.cu"),
-        python=("test_prefill_sm90.py", "test_splits_sm90.py", "test_float8_sm90.py"),
+        python=(
+            "test_prefill_sm90.py",
+            "test_splits_sm90.py",
+            "test_float8_sm90.py",
+            "test_float8_rows.py",
+        ),
         calls=("forward-portable",),
         cases="instance/sm90/,sm90_",
         no_cases="cuda_,page_maps,decode_maps",

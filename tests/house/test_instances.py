@@ -164,10 +164,12 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
                 found = Instance(*key, plan.head_dim, plan.head_dim_v, *kind)
                 assert found == smallest(*key, qk, v, *kind)
                 chosen.add(found)
-    # Float8, its values by columns.
-    for qk, mask, score in itertools.product(range(16, 257, 16), MASKS, FLOAT8_SCORES):
-        v = np.zeros((1, 2, qk, 16), ml_dtypes.float8_e4m3fn).transpose(0, 3, 1, 2)
-        x = np.zeros(v.shape, v.dtype)
+    # Float8, its values by columns and by rows.
+    kinds = itertools.product(range(16, 257, 16), MASKS, FLOAT8_SCORES, (False, True))
+    for qk, mask, score, by_rows in kinds:
+        columns = np.zeros((1, 2, qk, 16), ml_dtypes.float8_e4m3fn).transpose(0, 3, 1, 2)
+        x = np.zeros(columns.shape, columns.dtype)
+        v = x if by_rows else columns
         options = {**MASKS[mask], **FLOAT8_SCORES[score]}
         plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **options)
         serves = gpu == "9.0"
@@ -184,6 +186,8 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
             assert (plan.mask, plan.score) == (mask, asked_of(score))
             level = "one level" if score == "fast" else "two levels"
             assert f"sums have {level}" in plan.ladder
+            turned = "values are turned into columns as they come" in plan.ladder
+            assert turned == by_rows
             found = Instance(*key, plan.head_dim, plan.head_dim_v, mask, score)
             assert found == smallest(*key, qk, qk, mask, score)
             chosen.add(found)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flash attention forward on Hopper (sm_90a) over float8_e4m3fn q, k and v with scales: as
 // forward.cuh, with products of e4m3 and P rounded to it. Values come by columns, or by rows, which
-// two warps of the producer turn into columns (kRows). Source: FlashAttention-3, arXiv:2407.08608,
+// two warps of the producer turn into columns (kByRows). Source: FlashAttention-3, arXiv:2407.08608,
 // section 3.3; two levels of sums: DeepSeek-V3, arXiv:2412.19437, section 3.3.2. Next:
 // float8_maps.cuh, the order of keys; float8_consumer.cuh, the main loop; docs/fp8.md.
 //
@@ -20,7 +20,7 @@
 
 namespace cuattn {
 
-template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore, bool kRows>
+template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore, bool kValuesByRows>
 struct Float8Sm90 {
   // 1. Types and sizes
   static constexpr bool kIsFast = kScore == ScoreKind::fast;  // sums of P V have one level
@@ -39,8 +39,8 @@ struct Float8Sm90 {
   static constexpr bool kThroughSmem = sm90_float8_sends_out({kHeadDim, kHeadDimV}, kScore);
   static constexpr int kOBytes = kThroughSmem ? 64 * kHeadDimV * 2 : 0;  // of a group
   static constexpr int kQStages = kSm90Float8QStages;
-  static constexpr bool kByRows = kRows;  // so values lie, and are turned here
-  static constexpr int kRawStages = kRows ? kHeadDimV > 128 ? 3 : 6 : 0;
+  static constexpr bool kByRows = kValuesByRows;  // so values lie, and are turned here
+  static constexpr int kRawStages = kByRows ? kHeadDimV > 128 ? 3 : 6 : 0;
   static constexpr int kRawPanels = (kHeadDimV + 127) / 128;
   static constexpr int kRawBytes = kRawPanels * kTurnedRows * 128;  // of one stage
   static constexpr int kNoMore = -(1 << 30);  // rows of a stage that ends the kernel
@@ -52,7 +52,7 @@ struct Float8Sm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
                 65536 / kThreads / 8 * 8 * (kConsumers + 1));  // what a launch has, else it hangs
   static constexpr int kVisibleBytes = kConsumers * 128 * 16;
-  static constexpr int kKeyAlign = kRows ? 1 : kFloat8KeyAlign;
+  static constexpr int kKeyAlign = kByRows ? 1 : kFloat8KeyAlign;
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   static_assert(kTile.n % 32 == 0);
   using Work = Sm90Work;
@@ -60,9 +60,10 @@ struct Float8Sm90 {
   using Consumer = ConsumerFloat8<Float8Sm90>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 128); K (stage, panel, n, 128); V
-  // (stage, panel, channel, 128 keys); O (group, panel, 64, 64), if it leaves so; ones (8, 128);
-  // the keys that each thread's rows see; barriers; the work items that the producer draws, and each
-  // warp's copy.
+  // (stage, panel, channel, 128 keys); rows of V as they come (stage, panel, 32, 128), if they are
+  // turned; O (group, panel, 64, 64), if it leaves so; ones (8, 128); the keys that each thread's rows
+  // see; barriers; the rows from each stage of rows on; the work items that the producer draws, and
+  // each warp's copy.
   struct Shared {
     uint32_t q, k, v, raw, o, ones, barriers;
     __device__ explicit Shared(const void* base) {
@@ -97,8 +98,9 @@ struct Float8Sm90 {
   static_assert(8 * (4 * kTile.stages + 9 + 3 * kRawStages) + (2 + 4 * kConsumers) * sizeof(Work) <=
                 kSm90SmallBytes);
 
-  // 3. Roles. Two threads of the producer keep the rings full, one with Q and K, one with V; another
-  // warp draws the work. `load(w, keys, row0)`: of an item whose tile 0 begins at that row of memory.
+  // 3. Roles. Values by columns: one thread loads Q and K, another V. By rows: one loads all three, and
+  // two warps turn V. Another warp draws the work. `load(w, keys, row0, batch)`: of an item whose tile 0
+  // begins at that row of memory.
   template <class Load>
   static __device__ __forceinline__ void each_item(const AttentionParams& p, const Sm90Schedule& s,
                                                    const Shared& shared, bool asks, Load load) {
@@ -119,14 +121,17 @@ struct Float8Sm90 {
     }
   }
 
-  static __device__ __forceinline__ void load_keys(const AttentionParams& p, const Sm90Schedule& s,
-                                                   const Float8Maps& maps, const Shared& shared) {
+  static __device__ __forceinline__ void load_queries_and_keys(const AttentionParams& p,
+                                                               const Sm90Schedule& s,
+                                                               const Float8Maps& maps,
+                                                               const Shared& shared) {
     using namespace device;
     tma_prefetch(&maps.q);
     tma_prefetch(&maps.k);
+    if constexpr (kByRows) tma_prefetch(&maps.v);
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
-    device::Ring<kRows ? kRawStages : 1> raw(1);
+    device::Ring<kByRows ? kRawStages : 1> raw(1);
     auto load_q = [&](const Work& w) {
       barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -151,9 +156,9 @@ struct Float8Sm90 {
             barrier_arrive_expect(full, kKBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
-              if (kRows || tile == last) {  // in its natural order
+              if (kByRows || tile == last) {  // in its natural order
                 tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
-              } else if constexpr (!kRows) {
+              } else if constexpr (!kByRows) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                   tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half,
@@ -162,12 +167,15 @@ struct Float8Sm90 {
               }
             }
             ring.next();
-            if constexpr (kRows) {
+            if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
+            if constexpr (kByRows) {
 #pragma unroll 1
               for (int at = 0; at < kTile.n; at += kTurnedRows, raw.next()) {
                 barrier_wait(shared.raw_empty(raw.stage()), raw.parity());
-                store_shared(shared.raw_rows(raw.stage()),
-                             static_cast<uint32_t>(keys.used - tile * kTile.n));
+                if (at == 0) {
+                  store_shared(shared.raw_rows(raw.stage()),
+                               static_cast<uint32_t>(keys.used - tile * kTile.n));
+                }
                 const uint32_t raw_full = shared.raw_full(raw.stage());
                 barrier_arrive_expect(raw_full, kRawBytes);
 #pragma unroll
@@ -178,10 +186,9 @@ struct Float8Sm90 {
                 }
               }
             }
-            if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
           }
         });
-    if constexpr (kRows) {
+    if constexpr (kByRows) {
       barrier_wait(shared.raw_empty(raw.stage()), raw.parity());
       store_shared(shared.raw_rows(raw.stage()), static_cast<uint32_t>(kNoMore));
       barrier_arrive(shared.raw_full(raw.stage()));
@@ -212,14 +219,14 @@ struct Float8Sm90 {
   }
 
   // Values by rows: two warps turn what has come, 16 rows of each 32. With the first stage of a tile comes
-  // the number of its rows that exist. Whatever these warps do delays the consumers' on the same schedulers.
+  // how many rows the sequence has from there on. Whatever these warps do delays the consumers' on the same
+  // schedulers.
   static __device__ __forceinline__ void turn_values(const Shared& shared) {
     using namespace device;
     PackedRing<kTile.stages> ring(1);
-    PackedRing<kRows ? kRawStages : 1> raw(0);
+    PackedRing<kRawStages> raw(0);
     static_assert(kTile.n <= 128);
     const RowTurner<kHeadDimV> turner(shared.raw, shared.v);
-    auto await_rows = [&] { barrier_wait(shared.raw_full(raw.stage()), raw.parity()); };
     auto turn_tile = [&](auto cut, int rows) {
 #pragma unroll(cut.value ? 1 : kTile.n)
       for (int at = 0; at < kTile.n; at += kTurnedRows, raw.next()) {
@@ -233,7 +240,7 @@ struct Float8Sm90 {
     };
 #pragma unroll 1
     for (;; ring.next()) {
-      await_rows();
+      barrier_wait(shared.raw_full(raw.stage()), raw.parity());
       const int rows = static_cast<int>(load_shared4(shared.raw_rows(raw.stage())));
       if (rows == kNoMore) break;
       barrier_wait(shared.v_empty(ring.stage()), ring.parity());
@@ -268,11 +275,11 @@ struct Float8Sm90 {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
         device::barrier_init(shared.work_full(i), 1);
-        device::barrier_init(shared.work_empty(i), kWarps + (kRows ? 1 : 2));
+        device::barrier_init(shared.work_empty(i), kWarps + (kByRows ? 1 : 2));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
-        device::barrier_init(shared.v_full(i), kRows ? 2 : 1);
+        device::barrier_init(shared.v_full(i), kByRows ? 2 : 1);
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
       }
@@ -291,11 +298,11 @@ struct Float8Sm90 {
       if (warp == 1) {
         schedule_sm90_work<Float8Sm90>(p, s, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
-        load_keys(p, s, maps, Shared(smem));
-      } else if (kRows && warp >= 2) {
-        if constexpr (kRows) turn_values(Shared(smem));
+        load_queries_and_keys(p, s, maps, Shared(smem));
+      } else if (kByRows && warp >= 2) {
+        if constexpr (kByRows) turn_values(Shared(smem));
       } else if (warp == 2 && device::elect_one()) {
-        if constexpr (!kRows) load_values(p, s, maps, Shared(smem));
+        if constexpr (!kByRows) load_values(p, s, maps, Shared(smem));
       }
     } else {
       device::registers_grow<kConsumerRegisters>();

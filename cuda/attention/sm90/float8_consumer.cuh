@@ -42,8 +42,8 @@ struct ConsumerFloat8 {
   using Ring = device::Ring<kTile.stages>;
   using QRing = device::Ring<Kernel::kQStages>;
   static constexpr bool kByRows = Kernel::kByRows;
-  using Natural = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<true, kTile.n>>;
-  using ByFours = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<false, kTile.n>>;
+  using FirstOrder = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<true, kTile.n>>;
+  using RestOrder = std::conditional_t<kByRows, TurnedOrder<kTile.n>, KeyOrder<false, kTile.n>>;
   template <DType kType>
   using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, 64, Kernel::kThroughSmem>;
 
@@ -153,6 +153,7 @@ struct ConsumerFloat8 {
   // V of the last key tile, whose first columns may be of another sequence.
   static __device__ __forceinline__ void await_last(const Lane& me, const Place& at) {
     device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
+    if constexpr (kByRows) return;
     Work w;
     device::load_shared(w, mine(me, at));
     if (w.range.begin == 0 && w.range.end > 1 && lead(w) > 0) {
@@ -245,7 +246,7 @@ struct ConsumerFloat8 {
     }
     pin(tiles.scores);
     me.release(me.shared.k_empty(at.ring.stage()));
-    if (masked) mask<ByFours>(me, tiles.scores, tile);
+    if (masked) mask<RestOrder>(me, tiles.scores, tile);
     auto join = [&](const float (&rescale)[2], bool moves) {
       if constexpr (!kTakesScores) {
         wgmma_wait<0>();
@@ -261,8 +262,8 @@ struct ConsumerFloat8 {
         state.sum[1] *= rescale[1];
       }
     };
-    float8_softmax_step<ByFours, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
-                                                    me.s.zero, join);
+    float8_softmax_step<RestOrder, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
+                                                      me.s.zero, join);
   }
 
   // S of the first key tile becomes P.
@@ -270,10 +271,10 @@ struct ConsumerFloat8 {
                                                      const Work& w, int tile, Float8Softmax& state,
                                                      float to_log2) {
     if (tile >= w.range.full_end || tile < w.range.full_begin)
-      mask<Natural>(me, tiles.scores, tile);
+      mask<FirstOrder>(me, tiles.scores, tile);
     auto join = [](const float (&)[2], bool) {};
-    float8_softmax_step<Natural, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
-                                                    me.s.zero, join);
+    float8_softmax_step<FirstOrder, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
+                                                       me.s.zero, join);
     if constexpr (kByRows) return;
     const int before = tile == 0 ? lead(w) : 0, end = w.keys.used + lead(w) - tile * kTile.n;
     if (before > 0 || (me.s.clears && end < kTile.n)) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How q, k and v of e4m3 come to float8.cuh: boxes of the TMA in panels of 128 bytes a row. K comes
-// in an order that spares the shuffles of P; values come by columns, as products of e4m3 want them.
+// How q, k and v of e4m3 come to float8.cuh: boxes of the TMA in panels of 128 bytes a row. Products of
+// e4m3 want values by columns. Where they lie so, K comes in an order that spares the shuffles of P;
+// where they lie by rows, they are turned (RowTurner), and K comes in its own order (TurnedOrder).
 //
 // The accumulator of S gives a thread keys 2q and 2q + 1 of each 8 columns (q = lane % 4), the A
 // operand of P wants four neighbours, 4q to 4q + 3. So rows of K are seen as fours: the first box of a
@@ -26,7 +27,7 @@ struct Float8Maps {
 
 constexpr int kTurnedRows = 32;  // rows of values that come and are turned together
 
-// Tiles begin at keys that are multiples of this in memory, up to 15 of which are not of the sequence:
+// Tiles of values by columns begin at keys that are multiples of this in memory, up to 15 of which are not of the sequence:
 // along their contiguous axis the TMA takes boxes on 16 bytes alone (else: illegal instruction).
 constexpr int kFloat8KeyAlign = 16;
 

@@ -104,7 +104,7 @@ struct ProductsFloat8 {
     wgmma_commit();
   }
 
-  // 3. O += P V by T, kColumns after the others, where S has been.
+  // 3. O += P V by T, kColumns columns at a time, in the registers of S.
   //
   // Note: ptxas gives a product registers of its own if it knows that it begins at zero, and moves the
   // additions behind the next product: then hundreds of bytes spill. With a zero that only we know a

@@ -20,14 +20,13 @@ import cuattn
 from . import cache_inputs, reference
 from .devices import to_host
 from .float8 import Float8Workload, QuantizeWorkload
-from .paged_inputs import calls_in_graph, in_turn, num_sets
+from .paged_inputs import calls_in_graph, in_turn, num_sets, to_e4m3
 from .prepared import Prepared, Unsupported, first, module, require
-from .reference import EPS, Error
+from .reference import EPS, LEAST_TOP, Error
 
 RUNGS = ("auto", "cpu", "naive", "sm90")
 OUT = "bfloat16"  # of results over float8
 BLOCK = 128  # rows that share a scale in mode "block"
-LEAST_TOP = 16.0  # what the largest P of a row is made, at least, before P becomes float8
 CODES, NUMBERS, THROUGH = "codes", "numbers", "through codes"  # what a result is judged by
 Places = list[tuple[int, int]]
 
@@ -51,11 +50,6 @@ def meant(codes: torch.Tensor, scale: torch.Tensor, b: int, h: int, group: int) 
     if scale.ndim == 3:
         return stored * np.repeat(to_host(scale[b, h]), BLOCK)[: len(stored), None]
     return stored * np.float32(scale[b, h // group].item())
-
-
-def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Round to float8_e4m3fn and back to float32."""
-    return torch.from_numpy(np.float32(x)).to(torch.float8_e4m3fn).float().numpy()
 
 
 class Float8Inputs:

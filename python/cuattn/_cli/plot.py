@@ -88,6 +88,7 @@ LABELS = {
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
     "cuattn:fast": "cuattn, one level of sums",
+    "cuattn:rows": "cuattn, v by rows",
     "cuattn:quantised": "cuattn, quantised in the call",
     "cuattn:bf16": "cuattn, bf16",
     "cuattn:cascade": "cuattn, cascade",
