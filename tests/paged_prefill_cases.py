@@ -64,7 +64,8 @@ def run(
     """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
-    passed = ("causal", "window", "softcap", "num_splits", "batch_invariant", "k_scale", "v_scale")
+    passed = ("causal", "window", "softcap", "num_splits", "batch_invariant", "accumulate")
+    passed += ("k_scale", "v_scale")
     options = {k: v for k, v in problem.options.items() if k in passed}
     if case.fp8:
         options["dtype"] = "float8_e4m3fn"

@@ -375,7 +375,7 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
     block_tables : int32 array, [batch, max_blocks_per_seq], optional
-        k and v are then caches in blocks, of q's dtype or of float8_e4m3fn under 16-bit q, as
+        k and v are then caches in blocks, of q's dtype or of float8_e4m3fn, as
         `paged_attention` takes them, with scales by head (docs/fp8.md): chunked prefill, and
         mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
         says the lengths. Few queries a sequence run paged_attention's kernels; sm90 reads blocks

@@ -25,7 +25,8 @@ struct AttentionCall {
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
   bool has_programs;
-  bool is_fast;  // accumulate="fast"
+  bool is_fast;                // accumulate="fast"
+  bool has_sequences_q_scale;  // q_scale has an axis of sequences, be it of one
   CallKind kind;
   bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen

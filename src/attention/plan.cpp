@@ -226,7 +226,6 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.has_dropout) return "over float8 it has no dropout";
   if (r.batch_invariant && r.has_columns && (r.ragged || r.has_kv_start))
     return "over values by columns bits depend on where in its array a sequence begins, by 16 keys";
-  if (r.has_float8_pages) return "over pages of float8 it takes queries of 16 bits";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
   return nullptr;

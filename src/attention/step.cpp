@@ -145,12 +145,16 @@ bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& pla
   return true;
 }
 
-// Queries of codes over pages, as queries of 16 bits, where naive alone would read the codes.
+// Queries of codes over pages, as queries of 16 bits: where these go to a kernel of paged_attention, which
+// reads the codes, or where naive alone would multiply codes.
 bool plans_numbers(AttentionCall& call, const DeviceInfo& device) {
   if (!may_become_numbers(call, device)) return false;
   AttentionCall numbers = as_numbers(call);
   plan_attention(numbers, device, nullptr);
   if (numbers.plan.kernel == Kernel::naive) return false;
+  bool steps = numbers.plan.keys == KeyAccess::by_step || numbers.plan.decodes_apart;
+  if (!steps && select_attention(request_of(call), device, nullptr).kernel != Kernel::naive)
+    return false;
   call.plan = numbers.plan;
   call.decodes = numbers.decodes;
   call.plan.numbers_bytes = numbers_bytes(call);

@@ -239,6 +239,7 @@ void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool ch
                    "; leave it out, or make float8 arrays with cuattn.quantize");
     scale = read_float8_scale(fn, shape, number, tensor, call.device, check_data);
   }
+  call.has_sequences_q_scale = o.q_scales != nullptr && o.q_scales->ndim > 1;
 }
 
 // How products of codes are summed; those of other numbers have one way.

@@ -147,6 +147,77 @@ def float8_queries(problem, kind, rng):
     return numbers
 
 
+SM90 = harness.target_params(cpu=(), cuda=("sm90",))
+PRODUCTS = [
+    *(o for o in OPTIONS if "softcap" not in o),
+    {"scales": "head", "head_dim": 128, "accumulate": "fast"},
+    {"scales": "head", "head_dim": 256, "window": (63, 0), "kv_layout": "vllm"},
+]
+# Most rows that keys could be gathered into are unused: more than thread blocks take at once.
+LONG = ((4100, 5, 0, 70, 4099, 1, 33, 64, 8), (3, 2, 0, 5, 1, 1, 2, 1, 2))
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_long_sequences_beside_short_ones(device, backend, kv_layout, rng):
+    case = PagedCase(dtype="bfloat16", fp8=True, lens=LONG[0], kv_layout=kv_layout, scales="batch",
+                     num_heads_q=2, num_heads_kv=1, head_dim=64)  # fmt: skip
+    assert_case(device, backend, case, LONG[1], rng, "seqused_k")
+
+
+@pytest.mark.parametrize("kind", ["none", "head", "batch"])
+@pytest.mark.parametrize("lengths", ["seqused_k", "both"])
+@pytest.mark.parametrize("option", PRODUCTS, ids=str)
+@pytest.mark.parametrize("batch", ["chunks", "mixed", "few", "long"])
+@pytest.mark.parametrize(("device", "backend"), SM90)
+def test_products_of_codes_have_the_bits_of_rows(
+    device, backend, batch, option, lengths, kind, rng
+):
+    """Float8 queries by sm90 over pages, which are gathered as codes, and over packed codes."""
+    lens, queries = LONG if batch == "long" else BATCHES[batch]
+    option, sums = dict(option), option.get("accumulate", "exact")
+    option.pop("accumulate", None)
+    case = PagedCase(**{**option, "scales": "none"}, dtype="bfloat16", fp8=True, lens=lens)
+    problem = make(case, queries, rng)
+    rows = [tokens_of(problem, name, None).astype(F8).view(np.uint8) for name in "kv"]
+    float8_queries(problem, kind, rng)
+    problem.options |= {"num_splits": 1, "accumulate": sums}
+    results = [run(device, backend, problem, lengths, spare=2)]
+    arena, arrays = harness.Arena(device), problem.arrays
+    starts = [arrays["cu_seqlens_q"], np.cumsum((0, *lens)).astype(np.int32)]
+    options = {n: problem.options[n] for n in ("causal", "window") if n in problem.options}
+    options |= {
+        n: arena.put(arrays[n]) for n in ("sinks", "q_scale", "k_scale", "v_scale") if n in arrays
+    }
+    result = cuattn.attention_varlen(
+        *(arena.put(x) for x in (arrays["q"], *rows, *starts)), max(queries) + 2, max(lens) + 2,
+        dtype="float8_e4m3fn", num_splits=1, accumulate=sums, backend=backend, return_lse=True,
+        **options,
+    )  # fmt: skip
+    device.synchronize()
+    results.append([device.numpy(x) for x in result])
+    for a, b in zip(*results, strict=True):
+        assert np.array_equal(harness.bits(a), harness.bits(b))
+
+
+def multiplies_codes(device, backend, problem):
+    """Whether products of float8 run: on Hopper, of many queries without score options."""
+    if device.name == "cpu" or backend != "auto":
+        return False
+    arrays = problem.arrays
+    names = ("q", "k_cache", "v_cache", "cu_seqlens_q")
+    shapes = [("uint8", *arrays[n].shape) if n != names[3] else arrays[n].shape for n in names]
+    more = ("block_tables", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale")
+    options = {n: (str(arrays[n].dtype), *arrays[n].shape) for n in more if n in arrays}
+    options |= {n: problem.options[n] for n in ("causal", "window", "softcap")}
+    lens, longest = problem.case.lens, int(np.diff(arrays["cu_seqlens_q"]).max())
+    plan = cuattn.explain(
+        "attention_varlen", *shapes, None, longest, max(lens), kv_layout=problem.case.kv_layout,
+        seqused_k=(len(lens),), dtype="float8_e4m3fn", device=0, **options,
+    )  # fmt: skip
+    return plan.kernel == "sm90" and "numbers" not in plan.reason
+
+
 @pytest.mark.parametrize("kind", ["none", "head", "batch", "parts"])
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("batch", ["chunks", "mixed", "few"])
@@ -167,6 +238,13 @@ def test_float8_queries(device, backend, batch, option, kind, rng):
         # The codes as they are, or q, or all three rounded once: what a row was computed from is
         # what its lse is nearest to. Rounded numbers are exact in the plain formula, too.
         reads_codes = device.name == "cpu" or backend == "naive"
+        if multiplies_codes(device, backend, problem):  # P has 3 bits: the test above has its bits
+            want, want_lse = reference.attention_varlen(
+                *numbers.values(), *ends, max(queries), max(lens), **options
+            )
+            assert np.linalg.norm(out - want) < 0.06 * np.linalg.norm(want)
+            assert np.allclose(lse, want_lse, atol=0.02)
+            return
         rounded = {n: x.astype(ml_dtypes.bfloat16).astype(np.float32) for n, x in numbers.items()}
         computed = [
             [reference.attention_varlen(*of.values(), *ends, max(queries), max(lens), **options,
@@ -223,104 +301,7 @@ def test_prompts_in_chunks_through_a_quantised_cache(device, rng):
     cases.check(np.concatenate(outs), want, plain, "bfloat16")
 
 
-def explain(device, q_len, q="bfloat16", **options):
-    pages = ("float8_e4m3fn", 9, 16, 2, 64)
-    given = {"block_tables": (4, 8), "seqused_k": (4,), "k_scale": ("float32", 2), **options}
-    arrays = ((q, 100, 8, 64), pages, pages, (5,), None)
-    return cuattn.explain("attention_varlen", *arrays, q_len, 128, device=device, **given)
-
-
-@pytest.mark.parametrize(("device", "kernel"), [("cpu", "cpu"), ("a100", "sm80"), ("h200", "sm90")])
-def test_how_the_keys_are_reached(device, kernel):
-    plan = explain(device, 40)
-    assert plan.kernel == kernel
-    assert "keys are gathered from their blocks first, as numbers of q's dtype" in plan.reason
-    assert plan.workspace_bytes >= 2 * 4 * 128 * 2 * 64 * 2
-    assert "few queries a sequence: a kernel of paged_attention" in explain(device, 4).reason
-
-
-@pytest.mark.parametrize("q_len", [1, 40])
-@pytest.mark.parametrize(("device", "kernel"), [("cpu", "cpu"), ("a100", "sm80"), ("h200", "sm90")])
-def test_what_runs_float8_queries(device, kernel, q_len):
-    """On CUDA what runs 16-bit queries, after a pass over q; naive where that lacks a scale."""
-    plain, plan = explain(device, q_len), explain(device, q_len, q="float8_e4m3fn")
-    if device == "cpu":
-        assert plan.kernel == kernel
-        assert plan.reason.endswith("keys are gathered from their blocks first")
-        return
-    assert plan.kernel == plain.kernel == (kernel if q_len == 40 else "sm80")
-    assert plan.reason == f"{plain.reason}; q's codes become numbers"
-    line = "* dequantize: runs: codes of q become numbers of 16 bits first"
-    assert plan.ladder == f"{plain.ladder}{line}\n"
-    assert plan.workspace_bytes == -(-plain.workspace_bytes // 256) * 256 + 100 * 8 * 64 * 2
-    for more in (
-        {"q_scale": ("float32", 4, 2)},
-        {"q_scale": ("float32", 4, 8, 1)},
-        {"v_scale": ("float32", 4, 2, 64)},
-        {"backend": "naive"},
-    ):
-        assert explain(device, q_len, q="float8_e4m3fn", **more).kernel == "naive"
-    assert explain(device, q_len, q="float8_e4m3fn", k_scale=("float32", 4, 2)).kernel != "naive"
-    with pytest.raises(NotImplementedError, match="over pages of float8 it takes queries of 16"):
-        explain("h200", q_len, q="float8_e4m3fn", backend="sm90")
-
-
-CODES = np.ones((5, 8, 2, 64), np.uint8).view(F8)
-BF16 = np.ones((5, 4, 64), ml_dtypes.bfloat16)
-REFUSALS = {
-    "q_of_float32": ({"q": np.ones((5, 4, 64), np.float32)},
-        "q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it"),
-    "caches_of_16_bits_under_float8_q": (
-        {"q": BF16.astype(F8), "k": np.ones(CODES.shape, ml_dtypes.bfloat16)},
-        "k must be float8_e4m3fn like q, got bfloat16; give q in the dtype of the caches"),
-    "v_of_another_dtype": ({"v": np.ones(CODES.shape, ml_dtypes.bfloat16)},
-        "v must be float8_e4m3fn like k, got bfloat16; cast it"),
-    "q_scale": ({"q_scale": 2.0},
-        "q_scale belongs to float8_e4m3fn arrays, these are bfloat16; leave it out, or make float8 "
-        "arrays with cuattn.quantize"),
-    "fast_sums": ({"accumulate": "fast"},
-        "accumulate must be 'exact' for bfloat16 q, got 'fast'; leave it out, or quantise q, k and "
-        "v with cuattn.quantize"),
-    "scales_of_blocks": ({"k_scale": np.ones((2, 2, 1), np.float32)},
-        "k_scale must be a number or have shape (1,), (num_heads_kv,) = (2,) or (batch, "
-        "num_heads_kv) = (2, 2), got (2, 2, 1); make such a scale with cuattn.quantize"),
-    "scale_of_query_heads": ({"v_scale": np.ones(4, np.float32)},
-        "v_scale must be a number or have shape (1,), (num_heads_kv,) = (2,) or (batch, "
-        "num_heads_kv) = (2, 2), got (4,); make such a scale with cuattn.quantize"),
-    "scale_nan": ({"k_scale": np.array([1, np.nan], np.float32)},
-        "k_scale must hold finite numbers that are not negative, got nan at (0, 1, 0), axes that "
-        "it lacks counted as 0; value = stored * scale"),
-    "scale_negative": ({"v_scale": -2.0},
-        "v_scale must be finite in float32 and not negative, got -2; value = stored * scale"),
-    "head_dim_24": (
-        {"q": BF16[..., :24].copy(), "k": CODES[..., :24].copy(), "v": CODES[..., :24].copy()},
-        "q must have head_dim a multiple of 16 up to 256 for float8, got 24; pad it with zeros and "
-        "pass scale= of the true head_dim"),
-    "dtype_of_caches_that_are_not": ({"k": np.ones(CODES.shape, np.float16),
-                                      "v": np.ones(CODES.shape, np.float16),
-                                      "dtype": "float8_e4m3fn"},
-        "dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got k of float16; leave it "
-        "out"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(name):
-    changes, message = REFUSALS[name]
-    given = {
-        **{"q": BF16, "k": CODES, "v": CODES},
-        "cu_seqlens_q": np.array([0, 2, 5], np.int32),
-        "cu_seqlens_k": np.array([0, 9, 12], np.int32),
-        **{"max_seqlen_q": 3, "max_seqlen_k": 9, "block_tables": np.zeros((2, 2), np.int32)},
-    }
-    cuattn.attention_varlen(**given, k_scale=2.0, v_scale=np.ones((2, 2), np.float32))
-    with pytest.raises(ValueError, match=r"^attention_varlen: ") as refused:
-        cuattn.attention_varlen(**{**given, **changes})
-    assert str(refused.value) == f"attention_varlen: {message}"
-
-
 # Mutants: the oracle reads scales wrongly; the rule must notice each.
-
 MUTANTS = {
     "k_scale of the next head": ("k_scale", lambda x: np.roll(x, 1, 1)),
     "v_scale of the next head": ("v_scale", lambda x: np.roll(x, 1, 1)),
