@@ -349,6 +349,12 @@ AIMS = (
     ),
     Aim("prefill over pages against packed keys", "0.9", bars_of("chunked"), f"{BENCH} chunked"),
     Aim(
+        "prefill over float8 caches against bfloat16: float8 queries; bfloat16 ones",
+        "1.0; 0.9",
+        together(bars_of("chunked_fp8", least=1.0), bars_of("chunked_fp8", least=0.9)),
+        f"{BENCH} chunked_fp8",
+    ),
+    Aim(
         "cache operations, large calls, against a copy of as many bytes",
         "0.9",
         bars_of("cache"),

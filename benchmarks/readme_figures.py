@@ -118,6 +118,7 @@ SHOWN = {
         "Decode behind a shared prefix, milliseconds", milliseconds, "flashinfer", SPEED
     ),
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
+    "chunked_fp8": Shown("Prefill over float8 caches, TFLOP/s", speed, "cuattn:wide"),
     "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
     "flex": Shown("Masks and scores as functions, TFLOP/s", speed, "flex", SPEED),

@@ -93,6 +93,18 @@ def test_prefill_over_pages_and_over_packed_keys_gives_the_right_result(layout):
     assert CHUNKS.flops == 4 * 4 * 64 * (20 * 50 + 20 * 21 // 2 + 33 * 34 // 2 + 5)
 
 
+def test_chunks_over_float8_caches():
+    """Codes are judged by what rounding P to float8 errs, all else by the dtype."""
+    w = dataclasses.replace(CHUNKS, dtype="bfloat16", e4m3=True)
+    row = row_of(w, ("auto", "wide", "codes", "dense"))
+    refused = "unsupported: for 16-bit caches only"
+    assert statuses(row) == {"auto": "ok", "wide": "ok", "codes": "ok", "dense": refused}
+    sample = w.draw("cpu").sample()
+    zeros = torch.zeros(54, 4, 64)
+    assert sample.error(zeros).allowed < sample.error(paged_inputs.Products((zeros,))).allowed
+    assert not sample.error(paged_inputs.Products((zeros,))).ok
+
+
 @pytest.mark.parametrize("workload", [*DECODE, CHUNKS], ids=lambda w: w.name)
 def test_the_check_sees_one_wrong_row(workload):
     x = workload.draw("cpu")

@@ -16,6 +16,7 @@ from .mla import mla, mla_smoke
 from .paged import (
     cascade,
     chunked,
+    chunked_fp8,
     paged,
     paged_blocks,
     paged_fp8,
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Family] = {
     "cascade": _decode(cascade, backends=("auto", "cascade"), peers=("flashinfer",)),
     "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense", "cascade")),
     "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
+    "chunked_fp8": _family(chunked_fp8, backends=("auto", "wide", "codes"), peers=()),
     "parallel": _family(
         parallel,
         backends=("auto", "one", "unchecked", "gather", "heads", "ring"),

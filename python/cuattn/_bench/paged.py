@@ -230,6 +230,14 @@ def chunked() -> Iterable[PagedWorkload]:
                 yield PagedWorkload(name, contexts, *heads, **options)
 
 
+def chunked_fp8() -> Iterable[PagedWorkload]:
+    """Prefill over float8 caches, of bfloat16 queries and of codes, and over the numbers."""
+    bars = (Bar("cuattn:codes", "cuattn:wide", 1.0), Bar(AUTO, "cuattn:wide", 0.9))
+    for w in chunked():
+        if w.num_heads_kv == 8 and w.block_size == 16:
+            yield dataclasses.replace(w, e4m3=True, bars=bars)
+
+
 def paged_smoke() -> Iterable[PagedWorkload]:
     """Seconds on any machine: one small case of each kind of call over pages."""
     small: dict[str, Any] = {"head_dim": 64, "dtype": "float32"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -18,10 +19,16 @@ from .cache import CacheWorkload
 from .devices import to_host
 from .paged import PagedWorkload
 from .prepared import Prepared, Unsupported, module, require
+from .reference import LEAST_TOP
 
 COLD_BYTES = 256 << 20  # calls take sets of caches in turn, so that none finds its own in the L2
 GRAPH_S = 1e-3  # what one graph of calls takes at least
 LIKELY_BYTES_PER_S, LIKELY_LATENCY_S = 4e12, 6e-6
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Round to float8_e4m3fn and back to float32."""
+    return torch.from_numpy(np.float32(x)).to(torch.float8_e4m3fn).float().numpy()
 
 
 def calls_in_graph(num_bytes: int, sets: int) -> int:
@@ -103,7 +110,32 @@ class PagedInputs:
         return to_host(out[self.starts[b] : self.starts[b + 1], h])[rows]
 
     def sample(self) -> reference.Sample:
-        return reference.Sample(self.workload, self)
+        return (CodesSample if self.workload.e4m3 else reference.Sample)(self.workload, self)
+
+
+class Products(tuple[torch.Tensor]):
+    """The result of products of codes, in which P is rounded to float8."""
+
+
+class CodesSample(reference.Sample):
+    """As reference.Sample; of products of codes more is allowed: twice what rounding P errs."""
+
+    def __init__(self, w: PagedWorkload, inputs: PagedInputs):
+        super().__init__(w, inputs)
+        worst = 0.0
+        for (b, h), rows in self.rows.items():
+            q, k, v, slope, bias = inputs.head(b, h, rows)
+            s = w.head_dim**-0.5 * (q.astype(np.float64) @ k.T.astype(np.float64))
+            p = reference.softmax(reference.score_rows(w, s, rows, w.sequences[b], slope, bias))
+            top = LEAST_TOP / p.max(axis=-1, keepdims=True)
+            plain = reference.round_to(to_e4m3(top * p) @ v / np.float32(top), w.dtype)
+            worst = max(worst, float(np.abs(plain - self.expected[b, h]).max()))
+        self.of_products = self.allowed + 2 * worst
+
+    def error(self, out: Any) -> reference.Error:
+        if not isinstance(out, Products):
+            return super().error(out)
+        return dataclasses.replace(super().error(out[0]), allowed=self.of_products)
 
 
 def in_turn(caches: list[Any], call: Callable[..., Any]) -> Callable[[], Any]:
@@ -129,7 +161,7 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
     plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
     kept in q's dtype. "codes": q in float8, too. "v1", "v2": PagedAttention. "cascade":
     cascade_attention, its prefix apart.
-    Of prefill: "auto" or a rung over pages, "dense" over the same keys packed.
+    Of prefill: "auto" or a rung over pages, "dense" over the same keys packed, "wide", "codes".
     """
 
     def prepare(w: PagedWorkload, x: PagedInputs) -> Prepared:
@@ -210,29 +242,38 @@ def cascade(w: PagedWorkload, x: PagedInputs) -> Prepared:
 
 def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
     """attention_varlen over pages, or over the same keys in packed arrays."""
-    require(backend not in ("v1", "v2", "replan", "wide", "codes", "cascade"), "for decode only")
+    require(backend not in ("v1", "v2", "replan", "cascade"), "for decode only")
+    require(w.e4m3 or backend not in ("wide", "codes"), "for float8 caches only")
+    require(not w.e4m3 or backend != "dense", "for 16-bit caches only")
     cu_seqlens = (torch.tensor(x.starts), torch.tensor([0, *itertools.accumulate(w.context_lens)]))
     cu_seqlens_q, cu_seqlens_k = (ends.to(x.q.device, torch.int32) for ends in cu_seqlens)
     longest = (max(w.query_lens), max(w.context_lens))
-    k, v = x.caches[0]
-    words = ("invariant", "dense")
+    q, (k, v) = x.q, x.caches[0]
+    if w.e4m3 and backend != "wide":
+        k, v = as_e4m3(w, k, v)
+    words = ("invariant", "dense", "wide", "codes")
     options: dict[str, Any] = {"causal": True, "backend": "auto" if backend in words else backend}
     options["batch_invariant"] = backend == "invariant"
+    if backend == "codes":
+        q = q.to(torch.float8_e4m3fn)
+        options["q_scale"] = torch.ones(w.num_heads_kv, device=q.device)
     if backend == "dense":
         k, v = cuattn.gather_cache(k, v, x.block_tables, cu_seqlens_k, kv_layout=w.kv_layout)
-        arguments = (x.q, k, v, cu_seqlens_q, cu_seqlens_k, *longest)
+        arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest)
     else:
         options |= {"block_tables": x.block_tables, "kv_layout": w.kv_layout}
         options["seqused_k"] = x.context_lens
-        arguments = (x.q, k, v, cu_seqlens_q, None, *longest)
+        arguments = (q, k, v, cu_seqlens_q, None, *longest)
     try:
         plan = cuattn.explain("attention_varlen", *arguments, **options)
     except NotImplementedError as error:
         raise Unsupported(str(error)) from error
+    multiplies_codes = backend == "codes" and "numbers" not in plan.reason
     return Prepared(
         lambda: cuattn.attention_varlen(*arguments, **options),
         kernel=plan.kernel,
         memory_bytes=x.q.nbytes + plan.workspace_bytes,
+        canonical=(lambda out: Products((out,))) if multiplies_codes else (lambda out: out),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from .workloads import AttentionWorkload
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+LEAST_TOP = 16.0  # what the largest P of a row is made, at least, before P becomes float8
 
 
 # q rows, k, v on the host, ALiBi slope, bias rows: of one sequence and query head.
