@@ -150,10 +150,11 @@ struct ConsumerFloat8 {
     device::barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
   }
 
-  // V of the last key tile, whose first columns may be of another sequence.
+  // V of the last key tile, whose first columns may be of another sequence. By rows none are: the look
+  // stays at head_dim 256, where ptxas spills without it.
   static __device__ __forceinline__ void await_last(const Lane& me, const Place& at) {
     device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
-    if constexpr (kByRows) return;
+    if constexpr (kByRows && kHeadDimV <= 128) return;
     Work w;
     device::load_shared(w, mine(me, at));
     if (w.range.begin == 0 && w.range.end > 1 && lead(w) > 0) {
@@ -275,7 +276,7 @@ struct ConsumerFloat8 {
     auto join = [](const float (&)[2], bool) {};
     float8_softmax_step<FirstOrder, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
                                                        me.s.zero, join);
-    if constexpr (kByRows) return;
+    if constexpr (kByRows && kHeadDimV <= 128) return;
     const int before = tile == 0 ? lead(w) : 0, end = w.keys.used + lead(w) - tile * kTile.n;
     if (before > 0 || (me.s.clears && end < kTile.n)) {
       device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
