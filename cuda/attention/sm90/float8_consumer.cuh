@@ -276,7 +276,7 @@ struct ConsumerFloat8 {
     auto join = [](const float (&)[2], bool) {};
     float8_softmax_step<FirstOrder, kCounts, kByPairs>(state, tiles.scores, tiles.probs, to_log2,
                                                        me.s.zero, join);
-    if constexpr (kByRows && kHeadDimV <= 128) return;
+    if constexpr (kByRows) return;
     const int before = tile == 0 ? lead(w) : 0, end = w.keys.used + lead(w) - tile * kTile.n;
     if (before > 0 || (me.s.clears && end < kTile.n)) {
       device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
