@@ -29,17 +29,21 @@ execute_process(
   COMMAND_ERROR_IS_FATAL ANY)
 
 # In the place of the function of this name in cmake/cuda.cmake, which is called for each kind: the
-# hand-written sources, all of one kind, come with the instances of both.
+# first call brings the instances of both kinds, each its hand-written sources.
 function(cuattn_cuda_library kind)
-  get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_portable)
-  get_property(more GLOBAL PROPERTY CUATTN_INSTANCES_each)
-  list(APPEND instances ${more})
   set(sources ${ARGN})
   list(REMOVE_ITEM sources cuda/attention/cublas.cu cuda/attention/sm90/functor.cu)
   if(NOT sources)
     return()
   endif()
   list(TRANSFORM sources REPLACE "(.+)" "${emulated_dir}/\\1.cpp")
+  if(TARGET cuattn_emulated)
+    target_sources(cuattn_emulated PRIVATE ${sources})
+    return()
+  endif()
+  get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_portable)
+  get_property(more GLOBAL PROPERTY CUATTN_INSTANCES_each)
+  list(APPEND instances ${more})
   # An instance holds nothing to translate: it includes a kernel and names its launchers. Most of its
   # time goes into headers, so those of a kernel share a translation unit.
   set_source_files_properties(${instances} PROPERTIES LANGUAGE CXX)
