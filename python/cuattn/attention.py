@@ -375,9 +375,9 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
     block_tables : int32 array, [batch, max_blocks_per_seq], optional
-        k and v are then caches in blocks, of q's dtype or of float8_e4m3fn, as
-        `paged_attention` takes them, with scales by head (docs/fp8.md): chunked prefill, and
-        mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
+        k and v are then caches in blocks, of q's dtype, or of float8_e4m3fn under q of 16 bits or
+        float8, as `paged_attention` takes them, with scales by head (docs/fp8.md): chunked
+        prefill, and mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
         says the lengths. Few queries a sequence run paged_attention's kernels; sm90 reads blocks
         of a multiple of 16 tokens, "nhd" and "hnd", where they lie; else the keys are gathered
         into the workspace first, 2 * batch * max_seqlen_k rows of num_heads_kv heads

@@ -49,11 +49,11 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_kv_start = p.kv_start != nullptr;
   r.total_q = p.total_q;
   r.total_kv = p.total_kv;
-  const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
   r.is_fast = call.is_fast;
-  r.has_sequence_scales = q_scales[0] > 1 || k_scales[0] > 1 || p.float8.v.extents[0] > 1;
-  r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
+  for (int32_t array : {0, 1, 2}) r.has_sequence_scales |= has_scale_axis(call, array, 0);
+  r.has_part_scales = has_scale_axis(call, 0, 2) || has_scale_axis(call, 1, 2) ||
+                      p.float8.q.extents[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
     r.has_score_options = r.score == ScoreKind::scored;

@@ -25,8 +25,8 @@ struct AttentionCall {
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
   bool has_programs;
-  bool is_fast;                // accumulate="fast"
-  bool has_sequences_q_scale;  // q_scale has an axis of sequences, be it of one
+  bool is_fast;           // accumulate="fast"
+  int32_t scale_axes[3];  // of the scales of q, k and v; 0: one number
   CallKind kind;
   bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen
@@ -55,6 +55,15 @@ inline Float8Scales stored_scales(const AttentionCall& call) {
   const AttentionParams& p = call.params;
   if (!call.gather.makes_numbers) return p.float8;
   return {p.float8.q, call.gather.k_scale, call.gather.v_scale};
+}
+
+// Whether the scale of q, k or v (0, 1, 2) has more than one sequence, or part of one. Where bits may not
+// depend on the batch, an axis of one counts: a batch with more, or longer, sequences has it, too.
+inline bool has_scale_axis(const AttentionCall& call, int32_t array, int32_t axis) {
+  const Float8Scales& scales = call.params.float8;
+  const Float8Scale* of[] = {&scales.q, &scales.k, &scales.v};
+  return of[array]->extents[axis] > 1 ||
+         (call.batch_invariant && call.scale_axes[array] > (axis == 0 ? 1 : axis));
 }
 
 // Makes the plans of a call, with the workspace of its gathered keys and of its single queries.

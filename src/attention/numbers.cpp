@@ -40,11 +40,9 @@ DType numbers_under(DType out) { return out == DType::f16 ? DType::f16 : DType::
 }  // namespace
 
 bool may_become_numbers(const AttentionCall& call, const DeviceInfo& device) {
-  const Float8Scales& scales = call.params.float8;
-  bool has_parts = scales.q.extents[2] > 1 || scales.k.extents[2] > 1 || scales.v.extents[2] > 1;
-  // A scale for each sequence, which a lone one has, too, where bits may not depend on the batch.
-  bool by_sequence =
-      scales.q.extents[0] > 1 || (call.batch_invariant && call.has_sequences_q_scale);
+  bool has_parts = call.params.float8.v.extents[2] > 1;
+  for (int32_t array : {0, 1}) has_parts |= has_scale_axis(call, array, 2);
+  bool by_sequence = has_scale_axis(call, 0, 0);
   return device.is_cuda && call.paged && is_code(call.params.dtype) && !has_parts && !by_sequence;
 }
 

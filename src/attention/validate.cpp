@@ -239,7 +239,9 @@ void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool ch
                    "; leave it out, or make float8 arrays with cuattn.quantize");
     scale = read_float8_scale(fn, shape, number, tensor, call.device, check_data);
   }
-  call.has_sequences_q_scale = o.q_scales != nullptr && o.q_scales->ndim > 1;
+  const DLTensor* given[] = {o.q_scales, o.k_scales, o.v_scales};
+  for (int32_t array : {0, 1, 2})
+    call.scale_axes[array] = given[array] != nullptr ? given[array]->ndim : 0;
 }
 
 // How products of codes are summed; those of other numbers have one way.

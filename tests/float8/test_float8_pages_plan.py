@@ -67,19 +67,25 @@ def test_what_runs_float8_queries(device, kernel, q_len):
 
 
 @pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("scales", ["q", "k", "v", "k parts"])
 @pytest.mark.parametrize("q_len", [1, 40])
-def test_the_batch_does_not_choose_the_arithmetic_of_invariant_calls(q_len, device):
-    """A scale of q for each sequence, of which a lone one has one as heads have."""
-    codes = ("float8_e4m3fn", 9, 16, 2, 64)
-    reasons = []
-    for batch in (1, 4):
-        plan = cuattn.explain(
-            "attention_varlen", ("float8_e4m3fn", 40 * batch, 8, 64), codes, codes, (batch + 1,),
-            None, q_len, 128, block_tables=(batch, 8), seqused_k=(batch,), device=device,
-            q_scale=("float32", batch, 2), batch_invariant=True,
-        )  # fmt: skip
-        reasons.append((plan.kernel, "numbers" in plan.reason))
-    assert reasons[0] == reasons[1]
+@pytest.mark.parametrize("paged", [True, False])
+def test_the_batch_does_not_choose_the_arithmetic_of_invariant_calls(paged, q_len, scales, device):
+    """A scale for each sequence, or part of one: a lone or short sequence has one as heads have."""
+    plans = []
+    for batch, longest in ((1, 100), (4, 300)):
+        shape = (batch, 2, -(-longest // 128))[: 3 if "parts" in scales else 2]
+        options = {f"{scales[0]}_scale": ("float32", *shape), "batch_invariant": True}
+        rows = ("float8_e4m3fn", 100 * batch, 2, 64)
+        starts = None if paged else (batch + 1,)
+        if paged:
+            rows = ("float8_e4m3fn", 9, 16, 2, 64)
+            options |= {"block_tables": (batch, 20), "seqused_k": (batch,)}
+        q = ("float8_e4m3fn", 40 * batch, 8, 64)
+        plan = cuattn.explain("attention_varlen", q, rows, rows, (batch + 1,), starts, q_len,
+                              longest, device=device, **options)  # fmt: skip
+        plans.append((plan.kernel, "numbers" in plan.reason))
+    assert plans[0] == plans[1]
 
 
 CODES = np.ones((5, 8, 2, 64), np.uint8).view(F8)

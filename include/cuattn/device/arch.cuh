@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What keeps code that asks __CUDA_ARCH__ out of kernels whose PTX is made once for several
-// architectures: the rows of kind `portable` in cuda/instances.cmake.
+// architectures: the rows of kind `portable` in cuda/instances.cmake, and such sources of CMakeLists.txt.
 #pragma once
 
 namespace cuattn::device {
