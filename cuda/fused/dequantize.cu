@@ -11,29 +11,32 @@ namespace {
 
 constexpr int kAhead = 4;     // rows of a thread, side by side: all are loaded before one is used
 constexpr int kColumns = 64;  // channels of a block, where codes lie by columns
+constexpr int kWhole = 3;     // a block takes 128 rows of 1 << kWhole threads at once
+static_assert(kThreads * kAhead == kScaleRows << kWhole);
 
-// Threads of a row, and rows of a block, where codes lie by rows.
-CUATTN_HOST_DEVICE constexpr int lanes_of(int dim) {
-  int lanes = 2;
-  while (lanes * kSpan < dim) lanes *= 2;
-  return lanes;
-}
-CUATTN_HOST_DEVICE constexpr int rows_of(int dim) {
-  int rows = kThreads / lanes_of(dim) * kAhead;
-  return rows < kScaleRows ? rows : kScaleRows;
-}
+// Where codes lie by rows: a row has 1 << shift threads, a part of 128 rows 1 << split blocks.
+struct RowShare {
+  int shift = 1, split;
+
+  explicit RowShare(int dim) {
+    while (kSpan << shift < dim) ++shift;
+    split = shift > kWhole ? shift - kWhole : 0;
+  }
+};
 
 // Rows [first, last) of one head that may have a scale of their own, and this thread's channels.
 struct Part {
-  int32_t b, h;
+  uint32_t b, h;
   int64_t block, first, last;
   int channel;
 
-  __device__ Part(const QuantizeParams& p, int64_t index, int channel) : channel(channel) {
-    int64_t blocks = ceil_div<int64_t>(p.rows, kScaleRows), head = index / blocks;
-    b = static_cast<int32_t>(head / p.heads);
-    h = static_cast<int32_t>(head % p.heads);
-    block = index % blocks;
+  // Heads follow each other first, as in steps.cuh.
+  __device__ Part(const QuantizeParams& p, uint32_t index, int channel) : channel(channel) {
+    const auto blocks = static_cast<uint32_t>(ceil_div<int64_t>(p.rows, kScaleRows)),
+               line = index / p.heads;
+    h = index % p.heads;
+    b = line / blocks;
+    block = line % blocks;
     first = block * kScaleRows;
     last = min(first + kScaleRows, p.rows);
   }
@@ -75,11 +78,14 @@ __device__ __forceinline__ void unpack_codes(uint2 codes, bool is_int8, float (&
 // The scales of a thread's channels, in this block of rows.
 __device__ __forceinline__ void load_scales(const QuantizeParams& p, const Part& part,
                                             float (&scale)[kSpan]) {
+  const int b = static_cast<int>(part.b), h = static_cast<int>(part.h);
+  const bool by_channel = p.part == ScalePart::channels && p.scale.data != nullptr;
+  scale[0] = p.scale.at(b, h, by_channel ? part.channel : part.block);
+  const float* from =
+      p.scale.data + b * p.scale.strides[0] + h / p.scale.group * p.scale.strides[1];
 #pragma unroll
-  for (int i = 0; i < kSpan; ++i) {
-    int64_t place = p.part == ScalePart::rows ? part.block : min(part.channel + i, p.dim - 1);
-    scale[i] = p.scale.at(part.b, part.h, place);
-  }
+  for (int i = 1; i < kSpan; ++i)
+    scale[i] = by_channel ? from[min(part.channel + i, p.dim - 1) * p.scale.strides[2]] : scale[0];
 }
 
 // 8 codes of a row become numbers of `out`; `out_pieces`: they lie side by side on 16 bytes.
@@ -104,13 +110,14 @@ __device__ __forceinline__ void write_numbers(const QuantizeParams& p, bool out_
 
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    read_rows(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
+    read_rows(const __grid_constant__ QuantizeParams p, RowShare share, bool in_pieces,
+              bool out_pieces) {
   wait_for_previous_kernel();
   release_next_kernel();
-  const int lanes = lanes_of(p.dim), rows = rows_of(p.dim), blocks = kScaleRows / rows;
-  const Part part(p, blockIdx.x / blocks, threadIdx.x % lanes * kSpan);
-  const int below = threadIdx.x / lanes * kAhead;
-  const int64_t row = part.first + blockIdx.x % blocks * rows + below;
+  const int thread = static_cast<int>(threadIdx.x), rows = kScaleRows >> share.split;
+  const Part part(p, blockIdx.x >> share.split, (thread & ((1 << share.shift) - 1)) * kSpan);
+  const int below = (thread >> share.shift) * kAhead;
+  const int64_t row = part.first + (blockIdx.x & ((1 << share.split) - 1)) * rows + below;
   if (part.channel >= p.dim || below >= rows) return;
   uint2 codes[kAhead];
 #pragma unroll
@@ -147,21 +154,20 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint4 tile[kColumns * kPieces];
   wait_for_previous_kernel();
   release_next_kernel();
-  const int groups = ceil_div(p.dim, kColumns), first = blockIdx.x % groups * kColumns;
-  const Part tiles(p, blockIdx.x / groups, first);
-  const auto* from = static_cast<const uint8_t*>(p.x.data) + tiles.offset(p.x, tiles.first);
+  const int first = blockIdx.y * kColumns, thread = static_cast<int>(threadIdx.x);
+  Part part(p, blockIdx.x, first);
+  const auto* from = static_cast<const uint8_t*>(p.x.data) + part.offset(p.x, part.first);
 #pragma unroll
-  for (int i = threadIdx.x; i < kColumns * kPieces; i += kThreads) {
+  for (int i = thread; i < kColumns * kPieces; i += kThreads) {
     int piece = i % kPieces, channel = i / kPieces;
-    int64_t rows = tiles.last - tiles.first - piece * 16;
+    int64_t rows = part.last - part.first - piece * 16;
     if (first + channel < p.dim && rows > 0)
       tile[channel * kPieces + (piece ^ channel / kSpan)] =
           load_rows(from + channel * p.x.channel + piece * 16, rows);
   }
   __syncthreads();
-  const int span = threadIdx.x % (kColumns / kSpan),
-            row = threadIdx.x / (kColumns / kSpan) * kAhead;
-  const Part part(p, blockIdx.x / groups, first + span * kSpan);
+  const int span = thread % (kColumns / kSpan), row = thread / (kColumns / kSpan) * kAhead;
+  part.channel += span * kSpan;
   if (part.channel >= p.dim) return;
   float scale[kSpan];
   load_scales(p, part, scale);
@@ -182,18 +188,18 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_dequantize(const QuantizeParams& p, cudaStream_t stream) {
   const char* fn = "dequantize";
-  int64_t blocks = int64_t{p.batch} * p.heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
-  if (blocks == 0) return;
-  bool by_columns = lies_by_columns(p.x),
-       out_pieces = lies_in_pieces(p.out, item_of(p.out.dtype), 16);
-  blocks *= by_columns ? device::ceil_div(p.dim, kColumns) : kScaleRows / rows_of(p.dim);
-  unsigned grid = blocks_of(fn, blocks);
+  int64_t parts = int64_t{p.batch} * p.heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
+  if (parts == 0) return;
+  bool out_pieces = lies_in_pieces(p.out, item_of(p.out.dtype), 16);
   with_dtype(fn, p.out.dtype, [&]<DType kType>() {
-    if (by_columns) {
+    if (lies_by_columns(p.x)) {
+      dim3 grid(blocks_of(fn, parts), static_cast<unsigned>(device::ceil_div(p.dim, kColumns)));
       launch_overlapping(read_columns<kType>, grid, kThreads, 0, device_major(), stream, p,
                          out_pieces);
     } else {
-      launch_overlapping(read_rows<kType>, grid, kThreads, 0, device_major(), stream, p,
+      const RowShare share(p.dim);
+      unsigned grid = blocks_of(fn, parts << share.split);
+      launch_overlapping(read_rows<kType>, grid, kThreads, 0, device_major(), stream, p, share,
                          lies_in_pieces(p.x, 1, 8), out_pieces);
     }
   });

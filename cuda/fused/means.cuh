@@ -12,7 +12,7 @@ namespace {
 
 template <bool kWide>
 constexpr int kMeanRows = kWide ? 4 : 8;  // of a thread, in flight together
-constexpr int kMeanLanes = 4;             // of a row: 64 bytes in 16 bits
+constexpr int kMeanLanes = 8;             // of a row: 128 bytes in 16 bits
 constexpr int kMeanCluster = 8;  // blocks that share the rows: 16 heads of 128 fill the device
 constexpr int kMeanWidth = kMeanLanes * kSpan;
 constexpr int kMeanStep = kThreads / kMeanLanes;
@@ -44,63 +44,107 @@ __device__ __forceinline__ T read_block(const T& x, int rank) {
 #endif
 }
 
-// Elements of kMeanRows rows, of 16 bits each, summed as float: 8 of them have bits to spare, so that
-// little or nothing is rounded. False, and nothing added, where one is not finite.
-template <DType kType>
-__device__ __forceinline__ bool add_finite(const RawPiece<false> (&raw)[kMeanRows<false>],
-                                           double (&sum)[kSpan], int (&count)[kSpan]) {
-  float together[kSpan] = {}, check = 0.0f;
-#pragma unroll
-  for (const RawPiece<false>& row : raw) {
-    float x[kSpan];
-    row.template unpack<kType>(x);
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) together[i] += x[i];
-  }
-#pragma unroll
-  for (float x : together) check += x * 0.0f;  // NaN of what is not finite
-  if (check != 0.0f) return false;
-#pragma unroll
-  for (int i = 0; i < kSpan; ++i) {
-    sum[i] += together[i];
-    count[i] += kMeanRows<false>;
-  }
-  return true;
-}
-
-// Finite elements of the rows of one block.
+// What a thread adds up: 8 channels of its rows.
 template <bool kWide>
-__device__ __forceinline__ void add_rows(const QuantizeParams& p, bool in_pieces, int64_t at,
-                                         int64_t first, int64_t step, double (&sum)[kSpan],
-                                         int (&count)[kSpan]) {
-  bool is_half = !kWide && p.x.dtype == DType::f16;
-  for (int64_t row = first; row < p.rows; row += step) {
-    RawPiece<kWide> raw[kMeanRows<kWide>];
+struct MeanRows {
+  static constexpr int kRows = kMeanRows<kWide>;
+  using Raw = RawPiece<kWide>[kRows];
+
+  const QuantizeParams& p;
+  const bool in_pieces, is_half;
+  const int64_t at;  // of row 0
+  double sum[kSpan] = {};
+  int count[kSpan] = {};
+
+  __device__ MeanRows(const QuantizeParams& p, bool in_pieces, int64_t at)
+      : p(p), in_pieces(in_pieces), is_half(!kWide && p.x.dtype == DType::f16), at(at) {}
+
+  // Rows that lie in pieces and are all there, so that nothing stands between one load and the next.
+  __device__ __forceinline__ bool is_whole(int64_t row) const {
+    return in_pieces && row + (kRows - 1) * kMeanStep < p.rows;
+  }
+  __device__ __forceinline__ void load(int64_t row, Raw& raw) const {
 #pragma unroll
-    for (int a = 0; a < kMeanRows<kWide>; ++a) {
-      int64_t next = row + a * kMeanStep;
-      if (next < p.rows) raw[a].load(p.x, in_pieces, at + next * p.x.strides.seq);
-    }
-    if constexpr (!kWide) {
-      bool is_whole = row + (kMeanRows<kWide> - 1) * kMeanStep < p.rows;
-      if (is_whole && (is_half ? add_finite<DType::f16>(raw, sum, count)
-                               : add_finite<DType::bf16>(raw, sum, count)))
-        continue;
-    }
+    for (int a = 0; a < kRows; ++a)
+      raw[a].load(p.x, true, at + (row + a * kMeanStep) * p.x.strides.seq);
+  }
+
+  __device__ __forceinline__ void add_row(const RawPiece<kWide>& raw) {
+    float x[kSpan];
+    raw.unpack(is_half, x);
 #pragma unroll
-    for (int a = 0; a < kMeanRows<kWide>; ++a) {
-      if (row + a * kMeanStep >= p.rows) break;
+    for (int i = 0; i < kSpan; ++i) {
+      if (!is_finite(x[i])) continue;
+      sum[i] += x[i];
+      ++count[i];
+    }
+  }
+  // Any rows, one after the other.
+  __device__ __forceinline__ void add_slowly(int64_t row) {
+#pragma unroll 1
+    for (int a = 0; a < kRows; ++a, row += kMeanStep) {
+      if (row >= p.rows) return;
+      RawPiece<kWide> raw;
+      raw.load(p.x, in_pieces, at + row * p.x.strides.seq);
+      add_row(raw);
+    }
+  }
+
+  // Elements of 16 bits are summed as float: 8 of them have bits to spare, so that little or nothing is
+  // rounded. False, and nothing added, where one is not finite.
+  template <DType kType>
+  __device__ __forceinline__ bool add_finite(const Raw& raw) {
+    float together[kSpan] = {}, check = 0.0f;
+#pragma unroll
+    for (const RawPiece<kWide>& row : raw) {
       float x[kSpan];
-      raw[a].unpack(is_half, x);
+      row.template unpack<kType>(x);
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        if (!is_finite(x[i])) continue;
-        sum[i] += x[i];
-        ++count[i];
+      for (int i = 0; i < kSpan; ++i) together[i] += x[i];
+    }
+#pragma unroll
+    for (float x : together) check += x * 0.0f;  // NaN of what is not finite
+    if (check != 0.0f) return false;
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) {
+      sum[i] += together[i];
+      count[i] += kRows;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void add(int64_t row, const Raw& raw) {
+    if constexpr (kWide) {
+#pragma unroll
+      for (const RawPiece<true>& one : raw) add_row(one);
+    } else if (!(is_half ? add_finite<DType::f16>(raw) : add_finite<DType::bf16>(raw))) {
+      add_slowly(row);
+    }
+  }
+
+  // Adds rows that are loaded while the next ones come. False: those are not whole.
+  __device__ __forceinline__ bool step_on(int64_t& row, int64_t step, const Raw& raw, Raw& next) {
+    bool is_next = is_whole(row + step);
+    if (is_next) load(row + step, next);
+    add(row, raw);
+    row += step;
+    return is_next;
+  }
+
+  // The rows of one block.
+  __device__ __forceinline__ void add_all(int64_t first, int64_t step) {
+    int64_t row = first;
+    if (is_whole(row)) {
+      Raw raw, next;
+      load(row, raw);
+#pragma unroll 1
+      while (step_on(row, step, raw, next) && step_on(row, step, next, raw)) {
       }
     }
+#pragma unroll 1
+    for (; row < p.rows; row += step) add_slowly(row);
   }
-}
+};
 
 // Of the finite elements of each channel of a head; 0 where there are none. A cluster takes a few
 // channels of a head, of all rows.
@@ -115,23 +159,20 @@ __global__ void __launch_bounds__(kThreads)
   int b = head / p.heads, h = head % p.heads;
   int lane = threadIdx.x % kMeanLanes * kSpan, first = threadIdx.x / kMeanLanes;
   int channel = slice % slices * kMeanWidth + lane;
-  double sum[kSpan] = {};
-  int count[kSpan] = {};
-  if (channel < p.dim) {
-    int64_t at = b * p.x.strides.batch + h * p.x.strides.head + channel * p.x.channel;
-    int64_t of_block = kMeanStep * kMeanRows<kWide>;
-    add_rows<kWide>(p, in_pieces, at, first + rank * of_block, blocks * of_block, sum, count);
-  }
+  MeanRows<kWide> rows(p, in_pieces,
+                       b * p.x.strides.batch + h * p.x.strides.head + channel * p.x.channel);
+  int64_t of_block = kMeanStep * kMeanRows<kWide>;
+  if (channel < p.dim) rows.add_all(first + rank * of_block, blocks * of_block);
 #pragma unroll
   for (int i = 0; i < kSpan; ++i) {
 #pragma unroll
     for (int other = kMeanLanes; other < 32; other *= 2) {
-      sum[i] += __shfl_xor_sync(kWarp, sum[i], other);
-      count[i] += __shfl_xor_sync(kWarp, count[i], other);
+      rows.sum[i] += __shfl_xor_sync(kWarp, rows.sum[i], other);
+      rows.count[i] += __shfl_xor_sync(kWarp, rows.count[i], other);
     }
     if (threadIdx.x % 32 >= kMeanLanes) continue;
-    sums.sum[threadIdx.x / 32][lane + i] = sum[i];
-    sums.count[threadIdx.x / 32][lane + i] = count[i];
+    sums.sum[threadIdx.x / 32][lane + i] = rows.sum[i];
+    sums.count[threadIdx.x / 32][lane + i] = rows.count[i];
   }
   __syncthreads();
   int of = threadIdx.x;

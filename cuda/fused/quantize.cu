@@ -4,14 +4,16 @@
 // Else one kernel measures all rows and another writes the codes, from the end on, which L2 has read
 // last. The largest size goes to its scale by an atomic maximum of its bits, which no order changes,
 // so that codes and scales are those of the CPU.
-// The same on the CPU: cpu/quantize.cpp. Next: quantize_part.cuh, what happens to a part;
-// row_tile.cuh, to a row; dequantize.cu.
+// quantize_rows takes numbers of 16 bits, 64, 128 or 256 a row, that lie in pieces of 16 bytes;
+// quantize_step takes any, and scales of channels. The same on the CPU: cpu/quantize.cpp. Next:
+// quantize_rows.cuh and quantize_part.cuh, what happens to a part; dequantize.cu.
 #include <algorithm>
 #include <cmath>
 
 #include "cuattn/device/overlap.cuh"
 #include "cuda/fused/means.cuh"
 #include "cuda/fused/quantize_part.cuh"
+#include "cuda/fused/quantize_rows.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
@@ -20,18 +22,25 @@ namespace {
 // Of a multiprocessor, by the registers.
 constexpr int kThreadsThere = 512;
 
-constexpr int most_threads(bool wide, int dim) {
-  return dim != 0 ? TileShape(dim, wide ? 4 : 2).threads() : (wide ? 2 : 4) * kScaleRows;
-}
-
-template <bool kWide, int kDim>
-__global__ void __launch_bounds__(most_threads(kWide, kDim))
+template <bool kWide>
+__global__ void __launch_bounds__((kWide ? 2 : 4) * kScaleRows)
     quantize_step(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
   wait_for_previous_kernel();
   release_next_kernel();
-  Worker<kWide, kDim>(p, step, shared, memory).run();
+  Worker<kWide>(p, step, shared, memory).run();
+}
+
+template <int kLanes>
+__global__ void __launch_bounds__(RowWorker<kLanes>::kWarps * 32,
+                                  kRowWarps / RowWorker<kLanes>::kWarps)
+    quantize_rows(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ RowShared shared;
+  wait_for_previous_kernel();
+  release_next_kernel();
+  RowWorker<kLanes>(p, step, shared, memory).run();
 }
 
 // One thread an element of the scale: 0 before the maxima, or 1 where there are no rows.
@@ -70,44 +79,75 @@ struct Launcher {
     launch_overlapping(cuattn::set_scales, blocks, kThreads, 0, major, stream, s, value);
   }
 
-  // One kernel over `rows` rows of each head.
-  template <bool kWide, int kDim>
-  void launch(Step step, int64_t rows) const {
-    static uint64_t allowed = 0;
+  // Whether rows are taken by warps.
+  bool by_warps(const Step& step) const {
+    bool is_whole = p.dim == 64 || p.dim == 128 || p.dim == 256;
+    return p.x.dtype != DType::f32 && is_whole && step.in_pieces && step.mean_pieces &&
+           step.shift_pieces && p.part != ScalePart::channels &&
+           2 * step.stage + static_cast<int>(sizeof(RowShared)) <= granted_shared_memory() &&
+           (step.by_columns || lies_in_pieces(p.out, 1, 16));
+  }
+
+  // One kernel over `rows` rows of each head. `tile`: bytes of shared memory for a part, `most` of any.
+  template <class Kernel>
+  void launch(Kernel* kernel, Step step, int64_t rows, int tile, int most, int statics,
+              uint64_t& allowed) const {
     int64_t blocks = device::ceil_div<int64_t>(rows, kScaleRows);
     step.rows = rows;
     step.parts = blocks_of(fn, int64_t{p.batch} * p.heads * blocks);
     step.blocks = static_cast<uint32_t>(blocks);
     if (step.parts == 0) return;
-    int item = item_of(p.x.dtype);
-    const TileShape& shape = step.shape;
-    int most = std::max(TileShape(2 * kChannels, item).bytes(), TileShape(kMostDim, item).bytes());
-    int granted = granted_shared_memory() - static_cast<int>(sizeof(Shared));
-    step.prefetches = 2 * shape.bytes() <= granted;
-    int there = std::max(kThreadsThere / shape.threads(), 1);
+    int granted = granted_shared_memory() - statics, threads = step.shape.threads();
+    step.prefetches = 2 * tile <= granted;
+    int there = std::max(kThreadsThere / threads, 1);
     unsigned together =
         static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount) * there);
     unsigned grid = std::min(step.parts, together);
     // Backwards by a grid is forwards by all others.
     uint32_t on = step.from_last ? step.parts - grid : grid;
     step.on = Part(on, static_cast<uint32_t>(p.heads), step.blocks);
-    allow_shared_memory(quantize_step<kWide, kDim>, std::min(2 * most, granted), allowed);
-    launch_overlapping(quantize_step<kWide, kDim>, grid, shape.threads(),
-                       (step.prefetches ? 2 : 1) * shape.bytes(), major, stream, p, step);
+    allow_shared_memory(kernel, std::min(2 * most, granted), allowed);
+    launch_overlapping(kernel, grid, threads, (step.prefetches ? 2 : 1) * tile, major, stream, p,
+                       step);
+  }
+  template <bool kWide>
+  void launch_tiles(const Step& step, int64_t rows) const {
+    static uint64_t allowed = 0;
+    int item = kWide ? 4 : 2;
+    int most = std::max(TileShape(2 * kChannels, item).bytes(), TileShape(kMostDim, item).bytes());
+    launch(quantize_step<kWide>, step, rows, step.shape.bytes(), most, sizeof(Shared), allowed);
+  }
+  template <int kLanes>
+  void launch_rows(const Step& step, int64_t rows) const {
+    static uint64_t allowed = 0;
+    launch(quantize_rows<kLanes>, step, rows, step.stage, RowStage(kLanes, true, true).bytes(),
+           sizeof(RowShared), allowed);
   }
 
-  template <bool kWide, int kDim>
+  // All of one step.
+  void launch_step(const Step& step, int64_t rows) const {
+    if (p.x.dtype == DType::f32) return launch_tiles<true>(step, rows);
+    if (!by_warps(step)) return launch_tiles<false>(step, rows);
+    if (p.dim == 64) return launch_rows<1>(step, rows);
+    if (p.dim == 128) return launch_rows<2>(step, rows);
+    launch_rows<4>(step, rows);
+  }
+
   void run() const {
     Step step{};
     step.shape = TileShape(p.dim, item_of(p.x.dtype));
+    RowStage stage(step.shape.lanes, p.mean != nullptr, p.shift != nullptr);
+    step.stage = stage.bytes();
+    step.mean_at = stage.mean();
+    step.shift_at = stage.shift_mean();
     step.in_pieces = lies_in_pieces(p.x, item_of(p.x.dtype), 16);
     step.out_pieces = lies_in_pieces(p.out, 1, 8);
     step.by_columns = lies_by_columns(p.out);
     uint64_t mean_bits = reinterpret_cast<uintptr_t>(p.mean) | p.mean_batch * 4 | p.mean_head * 4;
-    step.mean_pieces = mean_bits % 16 == 0;
+    step.mean_pieces = p.mean == nullptr || mean_bits % 16 == 0;
     uint64_t shift_bits =
         reinterpret_cast<uintptr_t>(p.shift_mean) | p.shift_mean_batch * 4 | p.shift_mean_head * 4;
-    step.shift_pieces = shift_bits % 16 == 0;
+    step.shift_pieces = p.shift == nullptr || shift_bits % 16 == 0;
     step.norm = 1.0f;
     if (p.rotates) step.norm /= std::sqrt(static_cast<float>(hadamard_size(p.dim)));
     step.writes = true;
@@ -116,10 +156,10 @@ struct Launcher {
       Step measuring = step;
       measuring.measures = true;
       measuring.writes = false;
-      launch<kWide, kDim>(measuring, p.rows);
+      launch_step(measuring, p.rows);
       step.from_last = true;
     }
-    launch<kWide, kDim>(step, p.out_rows);
+    launch_step(step, p.out_rows);
   }
 };
 
@@ -128,19 +168,16 @@ struct Launcher {
 void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
   Launcher launcher{p, device_major(), stream};
   bool is_empty = p.batch == 0 || p.heads == 0;
-  with_dtype(launcher.fn, p.x.dtype, [&]<DType kType>() {
-    constexpr bool kWide = kType == DType::f32;
-    if (p.gives_mean && !is_empty) write_means<kWide>(p, launcher.major, stream);
-    bool shares_scales = p.gives_scale && !has_own_scales(p);
-    if (shares_scales) launcher.set_scales(is_empty || p.rows == 0 ? 1.0f : 0.0f);
-    if (is_empty) return;
-    if (kWide || p.dim != 64 && p.dim != 128 && p.dim != 256) return launcher.run<kWide, 0>();
-    if constexpr (!kWide) {
-      if (p.dim == 64) return launcher.run<false, 64>();
-      if (p.dim == 128) return launcher.run<false, 128>();
-      launcher.run<false, 256>();
+  if (p.gives_mean && !is_empty) {
+    if (p.x.dtype == DType::f32) {
+      write_means<true>(p, launcher.major, stream);
+    } else {
+      write_means<false>(p, launcher.major, stream);
     }
-  });
+  }
+  bool shares_scales = p.gives_scale && !has_own_scales(p);
+  if (shares_scales) launcher.set_scales(is_empty || p.rows == 0 ? 1.0f : 0.0f);
+  if (!is_empty) launcher.run();
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

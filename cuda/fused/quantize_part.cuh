@@ -18,8 +18,8 @@ struct Shared {
 };
 
 // What a thread has of the part that its block works on: the tile in shared memory, its row in
-// registers. kDim: head_dim, or 0 for any.
-template <bool kWide, int kDim>
+// registers.
+template <bool kWide>
 struct Worker {
   const QuantizeParams& p;
   const Step& step;
@@ -32,17 +32,11 @@ struct Worker {
   __device__ Worker(const QuantizeParams& p, const Step& step, Shared& shared, char* memory)
       : p(p), step(step), shared(shared), memory(memory), at(shape()) {}
 
-  __device__ __forceinline__ TileShape shape() const {
-    if constexpr (kDim != 0) {
-      return TileShape(kDim, kWide ? 4 : 2);
-    } else {
-      return step.shape;
-    }
-  }
-  __device__ __forceinline__ int dim() const { return kDim != 0 ? kDim : p.dim; }
+  __device__ __forceinline__ const TileShape& shape() const { return step.shape; }
+  __device__ __forceinline__ int dim() const { return p.dim; }
   // Channels that the thread has.
   __device__ __forceinline__ int channels() const {
-    return kDim != 0 ? kChannels : max(min(p.dim - at.first, kChannels), 0);
+    return max(min(p.dim - at.first, kChannels), 0);
   }
   __device__ __forceinline__ bool by_channel() const {
     return p.part == ScalePart::channels && p.scale.data != nullptr;
@@ -83,7 +77,7 @@ struct Worker {
     }
     if (wants_shift) write_shift(from + at.row);
     if (p.mean != nullptr) subtract_mean();
-    if (p.rotates) rotate_row(at, kDim != 0 ? hadamard_size(kDim) : hadamard_size(p.dim), x);
+    if (p.rotates) rotate_row(at, hadamard_size(p.dim), x);
   }
 
   // Both have the signs of R.

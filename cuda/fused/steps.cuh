@@ -68,6 +68,7 @@ struct Step {
   TileShape shape;  // of a tile
   float norm;       // of R: 1 / sqrt(size), 1 without it
   bool prefetches;  // shared memory holds two tiles, and one comes while the other is worked on
+  int stage, mean_at, shift_at;  // bytes of a RowStage, and where copies of means lie in it
   bool in_pieces, out_pieces, by_columns, mean_pieces, shift_pieces;
 
   __device__ int64_t last(const Part& part) const { return min(part.first() + kScaleRows, rows); }
