@@ -4,8 +4,8 @@
 // Else one kernel measures all rows and another writes the codes, from the end on, which L2 has read
 // last. The largest size goes to its scale by an atomic maximum of its bits, which no order changes,
 // so that codes and scales are those of the CPU.
-// quantize_rows takes numbers of 16 bits, 64, 128 or 256 a row, that lie in pieces of 16 bytes;
-// quantize_step takes any, and scales of channels. The same on the CPU: cpu/quantize.cpp. Next:
+// quantize_rows takes numbers of 16 bits, 64, 128 or 256 a row, where all lies in pieces of 16 bytes and two
+// stages are in shared memory; quantize_step takes any, and scales of channels. The same on the CPU: cpu/quantize.cpp. Next:
 // quantize_rows.cuh and quantize_part.cuh, what happens to a part; dequantize.cu.
 #include <algorithm>
 #include <cmath>
@@ -90,14 +90,14 @@ struct Launcher {
 
   // One kernel over `rows` rows of each head. `tile`: bytes of shared memory for a part, `most` of any.
   template <class Kernel>
-  void launch(Kernel* kernel, Step step, int64_t rows, int tile, int most, int statics,
+  void launch(Kernel* kernel, Step step, int64_t rows, int tile, int most, int shared,
               uint64_t& allowed) const {
     int64_t blocks = device::ceil_div<int64_t>(rows, kScaleRows);
     step.rows = rows;
     step.parts = blocks_of(fn, int64_t{p.batch} * p.heads * blocks);
     step.blocks = static_cast<uint32_t>(blocks);
     if (step.parts == 0) return;
-    int granted = granted_shared_memory() - statics, threads = step.shape.threads();
+    int granted = granted_shared_memory() - shared, threads = step.shape.threads();
     step.prefetches = 2 * tile <= granted;
     int there = std::max(kThreadsThere / threads, 1);
     unsigned together =

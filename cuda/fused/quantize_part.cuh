@@ -76,57 +76,17 @@ struct Worker {
       read_row<DType::bf16>(row, flips, channels(), x);
     }
     if (wants_shift) write_shift(from + at.row);
-    if (p.mean != nullptr) subtract_mean();
+    if (p.mean != nullptr)
+      subtract_mean(reinterpret_cast<const float*>(memory) + at.first, channels(), x);
     if (p.rotates) rotate_row(at, hadamard_size(p.dim), x);
   }
 
-  // Both have the signs of R.
-  __device__ __forceinline__ void subtract_mean() {
-    const auto* mean = reinterpret_cast<const float*>(memory) + at.first;
-#pragma unroll
-    for (int i = 0; i < kChannels; i += 4) {
-      if (i / kRun * kRun >= channels()) continue;
-      auto of_four = load_floats<4>(mean + i, true);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[i + j] -= of_four.x[j];
-    }
-  }
-
-  // shift[row] = x[row] . shift_mean, whose products the signs of R leave. All lanes of a warp call it.
+  // All lanes of a warp call it.
   __device__ __forceinline__ void write_shift(int64_t row) const {
     const auto* mean = reinterpret_cast<const float*>(memory + shape().shift_mean()) + at.first;
-    double sum = 0.0;
-#pragma unroll
-    for (int i = 0; i < kChannels; i += 4) {  // as float, for conversions to double are slow
-      if (i / kRun * kRun >= channels()) continue;
-      auto of_four = load_floats<4>(mean + i, true);
-      float four = x[i] * of_four.x[0];
-#pragma unroll
-      for (int j = 1; j < 4; ++j) four = __fmaf_rn(x[i + j], of_four.x[j], four);
-      sum += four;
-    }
-    for (int lane = 1; lane < shape().lanes; lane *= 2)
-      sum += __shfl_xor_sync(kWarp, sum, 8 * lane);
+    const auto sum = static_cast<float>(dot_mean(mean, channels(), shape().lanes, x));
     if (at.lane == 0 && row < min(part.first() + kScaleRows, p.rows))
-      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
-          static_cast<float>(sum);
-  }
-
-  // The largest finite size of the thread's channels. Rounding keeps the order of numbers, so one
-  // product is enough.
-  __device__ __forceinline__ float largest(bool is_there) const {
-    float of_two[2] = {};
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) of_two[i % 2] = fmaxf(of_two[i % 2], fabsf(x[i]));
-    float size = fmaxf(of_two[0], of_two[1]);  // no NaN
-    if (!is_finite(size)) {
-      size = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        if (is_finite(x[i])) size = fmaxf(size, fabsf(x[i]));
-      }
-    }
-    return is_there ? size * step.norm : 0.0f;
+      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] = sum;
   }
 
   // The largest finite size of each channel of a warp's rows, into shared.sizes: threads in two rows
@@ -160,7 +120,8 @@ struct Worker {
   // The largest finite size of a tile, or of each of its channels, to shared.sizes.
   __device__ __forceinline__ void measure(bool is_there) {
     if (p.part == ScalePart::channels) return note_channels(is_there);
-    unsigned of_warp = __reduce_max_sync(kWarp, __float_as_uint(largest(is_there)));
+    unsigned of_warp =
+        __reduce_max_sync(kWarp, __float_as_uint(is_there ? largest_finite(x) * step.norm : 0.0f));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.sizes[0], static_cast<int>(of_warp));
   }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of 64, 128 or 256 numbers of 16 bits, as quantize mostly has them. A warp takes rows of its own
-// through shared memory and back, and meets the others of its thread block once a part: for the
-// largest size.
+// through shared memory and back. It meets the others of its thread block for the largest size of a part,
+// where that is wanted, and for codes by columns.
 //
 //   memory            shared memory, 4096 bytes     registers of 1, 2 or 4 threads
 //   row 0  |~~~~~~|   row 0  |~~|~~|~~|~~|          x[0..63], x[0..63]    signs, butterflies
@@ -61,7 +61,7 @@ struct RowWorker {
 
   static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  // Where 16 bytes of a row lie, its `piece`; a row of codes takes the first half of its numbers' room.
+  // Where 16 bytes of a row lie, its `piece`; a row of codes has room as one of numbers.
   static __device__ __forceinline__ int place(int row, int piece) {
     return row * kBytes + (piece & ~7) * 16 + ((piece ^ row ^ row >> 4) & 7) * 16;
   }
@@ -127,7 +127,7 @@ struct RowWorker {
       p.rotates ? read<DType::bf16, true>() : read<DType::bf16, false>();
     }
     if (wants_shift) write_shift();
-    if (p.mean != nullptr) subtract_mean();
+    if (p.mean != nullptr) subtract_mean(means(step.mean_at) + at.lane * kChannels, kChannels, x);
     if (!p.rotates) return;
     mix<1>(x);
     mix<2>(x);
@@ -152,52 +152,18 @@ struct RowWorker {
     }
   }
 
-  // Both have the signs of R.
-  __device__ __forceinline__ void subtract_mean() {
-    const float* mean = means(step.mean_at) + at.lane * kChannels;
-#pragma unroll
-    for (int i = 0; i < kChannels; i += 4) {
-      auto of_four = load_floats<4>(mean + i, true);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[i + j] -= of_four.x[j];
-    }
-  }
-
-  // shift[row] = x[row] . shift_mean, whose products the signs of R leave.
   __device__ __forceinline__ void write_shift() const {
     const float* mean = means(step.shift_at) + at.lane * kChannels;
-    double sum = 0.0;
-#pragma unroll
-    for (int i = 0; i < kChannels; i += 4) {  // as float, for conversions to double are slow
-      auto of_four = load_floats<4>(mean + i, true);
-      float four = x[i] * of_four.x[0];
-#pragma unroll
-      for (int j = 1; j < 4; ++j) four = __fmaf_rn(x[i + j], of_four.x[j], four);
-      sum += four;
-    }
-#pragma unroll
-    for (int lane = 1; lane < kLanes; lane *= 2) sum += __shfl_xor_sync(kWarp, sum, 8 * lane);
+    const auto sum = static_cast<float>(dot_mean(mean, kChannels, kLanes, x));
     int64_t row = part.first() + at.row;
     if (at.lane == 0 && row < p.rows)
-      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
-          static_cast<float>(sum);
+      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] = sum;
   }
 
   // The largest finite size of the part. Rounding keeps the order of numbers, so one product is
   // enough. All threads of the block call it.
   __device__ __forceinline__ float measure(bool is_there, unsigned (&sizes)[kRowWarps]) const {
-    float of_two[2] = {};
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) of_two[i % 2] = fmaxf(of_two[i % 2], fabsf(x[i]));
-    float size = fmaxf(of_two[0], of_two[1]);  // no NaN
-    if (!is_finite(size)) {
-      size = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        if (is_finite(x[i])) size = fmaxf(size, fabsf(x[i]));
-      }
-    }
-    size = is_there ? size * step.norm : 0.0f;
+    const float size = is_there ? largest_finite(x) * step.norm : 0.0f;
     unsigned of_warp = __reduce_max_sync(kWarp, __float_as_uint(size));
     if (thread() == 0) sizes[warp()] = of_warp;
     __syncthreads();

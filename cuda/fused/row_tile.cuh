@@ -127,6 +127,51 @@ __device__ __forceinline__ void read_row(const char* row, const uint32_t* flips,
   }
 }
 
+// x less the mean of its channels. Both have the signs of R.
+__device__ __forceinline__ void subtract_mean(const float* mean, int channels,
+                                              float (&x)[kChannels]) {
+#pragma unroll
+  for (int i = 0; i < kChannels; i += 4) {
+    if (i / kRun * kRun >= channels) continue;
+    auto of_four = load_floats<4>(mean + i, true);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i + j] -= of_four.x[j];
+  }
+}
+
+// x . mean of a row's channels, whose products the signs of R leave, on all of its threads. All lanes of
+// a warp call it.
+__device__ __forceinline__ double dot_mean(const float* mean, int channels, int lanes,
+                                           const float (&x)[kChannels]) {
+  double sum = 0.0;
+#pragma unroll
+  for (int i = 0; i < kChannels; i += 4) {  // as float, for conversions to double are slow
+    if (i / kRun * kRun >= channels) continue;
+    auto of_four = load_floats<4>(mean + i, true);
+    float four = x[i] * of_four.x[0];
+#pragma unroll
+    for (int j = 1; j < 4; ++j) four = __fmaf_rn(x[i + j], of_four.x[j], four);
+    sum += four;
+  }
+  for (int lane = 1; lane < lanes; lane *= 2) sum += __shfl_xor_sync(kWarp, sum, 8 * lane);
+  return sum;
+}
+
+// The largest finite size.
+__device__ __forceinline__ float largest_finite(const float (&x)[kChannels]) {
+  float of_two[2] = {};
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) of_two[i % 2] = fmaxf(of_two[i % 2], fabsf(x[i]));
+  float size = fmaxf(of_two[0], of_two[1]);  // no NaN
+  if (is_finite(size)) return size;
+  size = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    if (is_finite(x[i])) size = fmaxf(size, fabsf(x[i]));
+  }
+  return size;
+}
+
 template <int kHalf>
 __device__ __forceinline__ void mix(float (&x)[kChannels]) {
 #pragma unroll

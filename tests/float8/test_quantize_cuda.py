@@ -61,23 +61,33 @@ def test_codes_and_scales_are_those_of_the_cpu(mode, v_mode, rng):
             assert (again.cpu() == want).all()
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_blocks_that_take_several_parts_give_the_codes_of_the_cpu(dtype, rng):
+def test_blocks_that_take_several_parts_give_the_codes_of_the_cpu(dtype, dim, rng):
     """Arrays of 20 MB and more: tiles come while others are worked on, in kernels that overlap."""
+    import torch
+
     from harness import is_emulated
 
     if is_emulated():
         pytest.skip("the emulator would take minutes")
-    shapes = (2, 1900, 24, 128), (2, 2100, 12, 128), (2, 2100, 12, 128)
+    heads = 3072 // dim
+    shapes = (2, 1900, heads, dim), (2, 2100, heads // 2, dim), (2, 2100, heads // 2, dim)
     on_cpu = [drawn(rng, shape, dtype, "cpu") for shape in shapes]
+    on_gpu = [x.cuda() for x in on_cpu]
+    mean = torch.from_numpy(rng.standard_normal((heads // 2, dim), "float32"))
     for mode in ("tensor", "head", "block", "int8"):
-        options = {"mode": mode, "smooth_k": False}
-        theirs = cuattn.quantize(*on_cpu, **options)
-        on_gpu = [x.cuda() for x in on_cpu]
-        for _ in range(3):
-            ours = cuattn.quantize(*on_gpu, **options)
-        for name in FIELDS:
-            same_bits(getattr(ours, name), getattr(theirs, name))
+        for given in (None, mean):
+            options = {"mode": mode, "smooth_k": False, "hadamard": bool(rng.integers(2))}
+            theirs = cuattn.quantize(*on_cpu, **options, key_mean=given)
+            on_device = None if given is None else given.cuda()
+            for _ in range(3):
+                ours = cuattn.quantize(*on_gpu, **options, key_mean=on_device)
+            for name in FIELDS:
+                same_bits(getattr(ours, name), getattr(theirs, name))
+            if given is not None:
+                shifts = ours.lse_shift.cpu(), theirs.lse_shift
+                torch.testing.assert_close(*shifts, rtol=1e-5, atol=1e-5)
 
 
 def test_scales_of_unusual_sizes_divide_as_the_cpu_does(rng):

@@ -162,8 +162,9 @@ def test_given_scales_and_back(device, backend, dim, rng):
 @pytest.mark.parametrize("dim", [16, 48, 112, 128, 144, 192, 256])
 @on_devices
 def test_what_is_not_finite_counts_for_no_scale(device, backend, dim, rng):
-    for (mode, v_mode), view in some(rng, MODES, ("contiguous", "every other channel")):
-        memory = drawn(rng, 131, dim, "float32")
+    kinds = MODES, ("contiguous", "every other channel"), DTYPES
+    for (mode, v_mode), view, dtype in some(rng, *kinds, most=10):
+        memory = drawn(rng, 131, dim, dtype)
         places = rng.random(memory.shape)
         memory[places < 0.02] = np.inf
         memory[places > 0.98] = np.nan
