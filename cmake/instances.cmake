@@ -109,7 +109,7 @@ function(cuattn_instance_source name kind header all)
     math(EXPR begin "${begin} + ${count}")
     math(EXPR left "${left} - ${count}")
     math(EXPR sources "${sources} - 1")
-    set(part _more)
+    string(APPEND part _more)
   endwhile()
 endfunction()
 

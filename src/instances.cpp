@@ -24,6 +24,15 @@ constexpr int index(Axis value) {
   return static_cast<int>(value);
 }
 
+// Dtypes that kernels are compiled for, in order; what is missing here does not compile.
+constexpr DType kOfKernels[] = {DType::f32, DType::f16, DType::bf16, DType::e4m3, DType::i8};
+constexpr int kDTypes = std::size(kOfKernels);
+constexpr int index(DType dtype) {
+  int at = 0;
+  while (at < kDTypes && kOfKernels[at] != dtype) ++at;
+  return at;
+}
+
 constexpr int32_t columns(int32_t number) {
   return kInstances[number].dims.qk + kInstances[number].dims.v;
 }
@@ -43,8 +52,8 @@ struct Sizes {
 };
 
 struct Index {
-  static constexpr int kOps = std::size(kOpNames), kKernels = 8, kDTypes = 4, kMasks = 4;
-  static constexpr int kScores = 4;  // what is missing here does not compile
+  static constexpr int kOps = std::size(kOpNames), kKernels = 8, kMasks = 4;
+  static constexpr int kScores = 5;  // what is missing here does not compile
   Sizes sizes[kOps][kKernels][kDTypes][kMasks][kScores] = {};
 
   constexpr Index() {
@@ -86,7 +95,7 @@ struct Index {
 int32_t find_instance(Op op, Kernel kernel, DType dtype, HeadDims dims, MaskKind mask,
                       ScoreKind score) {
   static constexpr Index kIndex;
-  if (index(dtype) >= Index::kDTypes) return kNoInstance;
+  if (index(dtype) >= kDTypes) return kNoInstance;
   const Sizes& sizes =
       kIndex.sizes[index(op)][index(kernel)][index(dtype)][index(mask)][index(score)];
   for (int16_t at = 0; at < sizes.count; ++at) {

@@ -49,6 +49,7 @@ const char* score_name(ScoreKind score) {
     case ScoreKind::scored: return "scored";
     case ScoreKind::dropped: return "dropped";
     case ScoreKind::fast: return "fast";
+    case ScoreKind::parts: return "parts";
   }
   return "unknown";
 }

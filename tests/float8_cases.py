@@ -153,7 +153,7 @@ def peak(numbers):
     return np.exp(np.where(dead, 0, of_squares) / 2 - np.where(dead, 0, lse))
 
 
-def judge_products(case, numbers, out, lse, accumulate="exact"):
+def judge_products(case, numbers, out, lse, accumulate="exact", unit=0.0):
     """The rule for products in float8. `numbers`: the problem in what codes and scales mean.
 
     Rows of no sequence do not count.
@@ -162,6 +162,7 @@ def judge_products(case, numbers, out, lse, accumulate="exact"):
     - Tensor cores cut 32 products and the sum so far to 13 bits below the largest of them, which
       is |q||k| at most. Cuts of both signs nearly cancel: a score and lse are off by 2^-12 |q||k|,
       a probability by twice that part of itself.
+    - Products of int8 are exact, and a score is off by a `unit` of them at most.
     - P is e4m3, off by 2^-4 of itself at most; one below 2^-13 of the row's largest by 2^-14 of
       that. With equal scores it is exact. So out is off by these parts of what |v| would give.
     - Its sums keep 13 bits, too: 2^-10 of that.
@@ -190,7 +191,7 @@ def judge_products(case, numbers, out, lse, accumulate="exact"):
         np.asarray(x[:rows], np.float64) for x in (out, expected, size, small, count)
     )
     largest = [np.nanmax(np.linalg.norm(numbers.arrays[x], axis=-1), initial=0) for x in "qk"]
-    of_score = 2.0**-12 * largest[0] * largest[1] * (case.scale or case.head_dim**-0.5)
+    of_score = 2.0**-12 * largest[0] * largest[1] * (case.scale or case.head_dim**-0.5) + unit
     dead = np.isneginf(expected_lse)
     assert (np.isneginf(lse) == dead).all(), f"{case}: lse -inf in other rows"
     off = np.abs(np.where(dead, 0, lse) - np.where(dead, 0, expected_lse))

@@ -39,7 +39,7 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
   constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
   device::TensorMap map;
   CUresult status = encode(reinterpret_cast<CUtensorMap*>(&map),
-                           key.dtype == DType::e4m3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                           is_code(key.dtype)        ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                            : key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                            5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
@@ -75,7 +75,7 @@ inline device::TensorMap tensor_map(const TensorMapKey& key) {
 
 // An axis of one element may carry any stride: a legal one takes its place.
 inline uint64_t map_stride(DType dtype, int64_t elements, int64_t extent) {
-  int64_t size = dtype == DType::e4m3 ? 1 : 2;
+  int64_t size = is_code(dtype) ? 1 : 2;
   return extent > 1 ? static_cast<uint64_t>(elements * size) : 16;
 }
 
@@ -94,7 +94,7 @@ inline device::TensorMap tensor_map(DType dtype, const void* base, const int64_t
 }
 
 // 128 bytes of a row.
-constexpr int32_t panel_columns(DType dtype) { return dtype == DType::e4m3 ? 128 : 64; }
+constexpr int32_t panel_columns(DType dtype) { return is_code(dtype) ? 128 : 64; }
 
 // Q as (columns, heads of a group, tokens, groups, batch): a box is a panel of `tokens` tokens of
 // `packed` heads, which land as rows token * packed + head.

@@ -54,6 +54,7 @@ struct AttentionRequest {
   int64_t total_q;              // rows of q, of all sequences
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
+  bool has_query_head_scales;   // q has one for each query head
   bool has_sequence_scales;     // float8: some array has a scale for each sequence
   bool has_float8_pages;        // paged: the blocks hold codes of float8
   bool is_fast;                 // float8: sums of one level will do

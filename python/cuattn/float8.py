@@ -118,8 +118,7 @@ def quantize(
         What shares a scale: all of an array, [1]; a key head (for q the heads that read it),
         [batch, num_heads_kv], packed [num_heads_kv]; or 128 rows of a head, [batch, heads,
         ceil(seqlen / 128)], v then by head. No blocks of packed arrays. "int8": as "block", and q
-        and k become int8 codes up to 127 (NaN 0), a third of the error of float8 ones; only `cpu`
-        and `naive` attend to them.
+        and k become int8 codes up to 127 (NaN 0), a third of the error of float8 ones.
     v_mode : {"tensor", "head", "channel"}, optional
         The same of v; channel is [batch, num_heads_kv, head_dim_v]. None: as mode, blocks by head.
     hadamard : bool

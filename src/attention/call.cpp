@@ -52,8 +52,9 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
   r.is_fast = call.is_fast;
   for (int32_t array : {0, 1, 2}) r.has_sequence_scales |= has_scale_axis(call, array, 0);
-  r.has_part_scales = has_scale_axis(call, 0, 2) || has_scale_axis(call, 1, 2) ||
-                      p.float8.q.extents[1] > p.num_heads_kv;
+  r.has_query_head_scales = p.float8.q.extents[1] > p.num_heads_kv;
+  r.has_part_scales =
+      has_scale_axis(call, 0, 2) || has_scale_axis(call, 1, 2) || r.has_query_head_scales;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
     r.has_score_options = r.score == ScoreKind::scored;

@@ -18,7 +18,8 @@ bool may_become_numbers(const AttentionRequest& r, const DeviceInfo& device) {
 
 AttentionRequest as_numbers(AttentionRequest r) {
   r.dtype = DType::bf16;
-  r.has_columns = r.has_part_scales = r.has_sequence_scales = r.is_fast = false;
+  r.has_columns = r.has_part_scales = r.has_query_head_scales = r.has_sequence_scales = r.is_fast =
+      false;
   return r;
 }
 
@@ -55,6 +56,7 @@ AttentionCall as_numbers(AttentionCall call) {
   g.v_scale = p.float8.v;
   p.float8.q = p.float8.k = p.float8.v = kNoScale;
   call.is_fast = false;
+  for (int32_t& axes : call.scale_axes) axes = 0;
   return call;
 }
 

@@ -47,8 +47,9 @@ const char* function_of(const AttentionRequest& r) {
 ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
   const bool is_sm90 = kernel == Kernel::sm90;
   if (r.has_dropout) return is_sm90 ? ScoreKind::dropped : ScoreKind::scored;
-  const bool sums_codes = is_sm90 && r.dtype == DType::e4m3 && r.score == ScoreKind::identity;
-  return sums_codes && r.is_fast ? ScoreKind::fast : r.score;
+  if (!is_sm90 || !is_code(r.dtype) || r.score != ScoreKind::identity) return r.score;
+  const bool has_parts = r.has_part_scales || r.dtype == DType::i8;  // int8 has no other kernels
+  return has_parts ? ScoreKind::parts : r.is_fast ? ScoreKind::fast : ScoreKind::identity;
 }
 
 // The number of the compiled kernel that would run the request.
@@ -171,7 +172,7 @@ void plan_parts(Plan& plan, const AttentionRequest& r, const DeviceInfo& device)
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
-  const bool float8 = r.dtype == DType::e4m3;
+  const bool float8 = is_code(r.dtype);
   const ScoreKind score = score_of(Kernel::sm90, r);
   const MaskKind mask = *instance_at(plan.instance).mask;
   plan.tile = float8          ? sm90_float8_tile(d, score)
@@ -189,8 +190,8 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
   // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
-  bool plain = score == ScoreKind::identity || score == ScoreKind::fast;
-  bool packs = group > 1 && m % group == 0 && plain && !r.has_rows &&
+  bool plain = score != ScoreKind::scored && score != ScoreKind::dropped;
+  bool packs = group > 1 && m % group == 0 && plain && !r.has_rows && !r.has_query_head_scales &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
@@ -216,18 +217,24 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : parts_bytes(r, plan.num_splits);
-  plan.turns_values = float8 && !r.has_columns;
+  plan.turns_values = float8 && !r.has_columns && score != ScoreKind::parts;
 }
 
-// Why sm90 does not take float8 arrays, which naive does.
+// Why sm90 does not take float8 or int8 arrays, which naive does.
 const char* float8_refusal(const AttentionRequest& r) {
   if (r.score == ScoreKind::scored)
     return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
   if (r.has_dropout) return "over float8 it has no dropout";
   if (r.batch_invariant && r.has_columns && (r.ragged || r.has_kv_start))
     return "over values by columns bits depend on where in its array a sequence begins, by 16 keys";
-  if (r.has_part_scales)
-    return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
+  if (!r.has_part_scales && r.dtype == DType::e4m3) return nullptr;
+  if (r.paged) return "over pages it has no scales of 128 rows or of query heads, but of key heads";
+  if (r.ragged || r.has_kv_start)
+    return "with scales of 128 rows, or int8, sequences begin where their array does";
+  if (!r.has_columns && r.seqlen_kv > 0 && r.batch > 0)
+    return "with scales of 128 rows, or int8, it takes values by columns alone";
+  if (std::max(r.head_dim, r.head_dim_v) <= 64)
+    return "with scales of 128 rows, or int8, numbers are as fast at head_dim 64";
   return nullptr;
 }
 
@@ -238,10 +245,9 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
-  if (r.dtype == DType::i8 && !is_cpu && kernel != Kernel::naive)
-    return "it does not take int8 q and k yet";
-  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
-    return "it does not take float8_e4m3fn";
+  if (is_code(r.dtype) && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
+    return r.dtype == DType::i8 ? "it does not take int8 q and k"
+                                : "it does not take float8_e4m3fn";
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
     if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
@@ -257,7 +263,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
-      if (const char* why = r.dtype == DType::e4m3 ? float8_refusal(r) : nullptr) return why;
+      if (const char* why = is_code(r.dtype) ? float8_refusal(r) : nullptr) return why;
       if (r.has_dropout && r.score == ScoreKind::scored)
         return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
       if (r.has_functor && (r.has_dropout || r.has_score_options))
@@ -451,7 +457,7 @@ std::string access_clause(const Plan& plan) {
   std::string cut;
   bool float8 = plan.kernel == Kernel::sm90 && plan.instance != kNoInstance &&
                 instance_at(plan.instance).op == Op::attention &&
-                instance_at(plan.instance).dtype == DType::e4m3;
+                is_code(instance_at(plan.instance).dtype);
   if (float8) {
     bool is_fast = instance_at(plan.instance).score == ScoreKind::fast;
     cut = concat("; probabilities are rounded to float8, sums have ",

@@ -174,7 +174,7 @@ def test_fast_asks_for_sums_of_one_level(monkeypatch):
 def test_quantised_makes_its_codes_in_every_call(monkeypatch):
     w = ATTENDING[1]
     x, calls, quantize = w.draw("cpu"), [], cuattn.quantize
-    monkeypatch.setattr(cuattn, "quantize", lambda *qkv: calls.append(qkv) or quantize(*qkv))
+    monkeypatch.setattr(cuattn, "quantize", lambda *qkv, mode: calls.append(qkv) or quantize(*qkv))
     prepared = peers.our_contestant("quantised").prepare(w, x)
     assert not calls
     for _ in range(2):

@@ -33,6 +33,7 @@ def test_generated_files_are_those_that_their_generators_write():
         "bindings/xla/options.h": "cmake/generate_options.py",
         "include/cuattn/device/wgmma48_sm90.cuh": "cmake/generate_wgmma.py",
         "include/cuattn/device/wgmma_float8_sm90.cuh": "cmake/generate_wgmma.py",
+        "include/cuattn/device/wgmma_int8_sm90.cuh": "cmake/generate_wgmma.py",
         "include/cuattn/device/wgmma_sm90.cuh": "cmake/generate_wgmma.py",
     }
     for program in set(written.values()):

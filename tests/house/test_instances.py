@@ -22,7 +22,8 @@ import cuattn
 from cuattn.flex.device import sm90_tile
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn",
+          "i8": "int8"}  # fmt: skip
 MASKS = {
     "none": {"causal": False},
     "causal": {"causal": True},
@@ -92,7 +93,7 @@ OF = {  # those of an op, a kernel and a dtype
 
 def asked_of(score: str) -> str:
     """What a plan calls the scores of a call, whatever is dropped and however sums are made."""
-    return "identity" if score in ("dropped", "fast") else score
+    return "identity" if score in ("dropped", "fast", "parts") else score
 
 
 WIDER = {"none": "causal", "causal": "window"}
@@ -192,8 +193,29 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
             assert found == smallest(*key, qk, qk, mask, score)
             chosen.add(found)
     kernels = {"simt", "tiled", "sm80", *(["sm90"] if gpu == "9.0" else [])}
-    planned = {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
+    planned = {
+        i for i in INSTANCES if i.op == "attention" and i.kernel in kernels and i.score != "parts"
+    }
     assert chosen == {i for i in planned if i.mask != "rows"}  # explain has no row ranges
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_scales_of_128_rows_and_int8_have_kernels_above_64(gpu):
+    chosen = set()
+    kinds = itertools.product(("int8", "float8_e4m3fn"), range(16, 257, 16), MASKS)
+    for dtype, qk, mask in kinds:
+        v = np.zeros((1, 2, qk, 144), ml_dtypes.float8_e4m3fn).transpose(0, 3, 1, 2)
+        x = np.zeros(v.shape, dtype)
+        options = {**MASKS[mask], "k_scale": np.ones((1, 2, 2), np.float32)}
+        plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **options)
+        serves = gpu == "9.0" and qk > 64
+        assert ("codes become numbers of 16 bits first" in plan.ladder) == (not serves)
+        if serves:
+            key = ("attention", "sm90", dtype)
+            found = Instance(*key, plan.head_dim, plan.head_dim_v, mask, "parts")
+            assert found == smallest(*key, qk, qk, mask, "parts")
+            chosen.add(found)
+    assert chosen == {i for i in INSTANCES if i.score == "parts" and gpu == "9.0"}
 
 
 @pytest.mark.parametrize("gpu", GPUS)

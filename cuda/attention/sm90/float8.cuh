@@ -20,10 +20,14 @@
 
 namespace cuattn {
 
-template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore, bool kValuesByRows>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore,
+          bool kValuesByRows>
 struct Float8Sm90 {
   // 1. Types and sizes
-  static constexpr bool kIsFast = kScore == ScoreKind::fast;  // sums of P V have one level
+  static constexpr DType kCodes = kType;  // of q and k; P and V are e4m3
+  static constexpr bool kInt8 = kType == DType::i8;
+  static constexpr bool kHasParts = kScore == ScoreKind::parts;  // each 128 rows have a scale
+  static constexpr bool kIsFast = kScore == ScoreKind::fast;     // sums of P V have one level
   static constexpr Tile kTile = sm90_float8_tile({kHeadDim, kHeadDimV}, kScore);
   static constexpr MaskKind kMask = kMaskKind;
   static constexpr int kQkColumns = kHeadDim, kVColumns = kHeadDimV;
@@ -93,10 +97,16 @@ struct Float8Sm90 {
       return other(9 + 3 * kRawStages) + s * static_cast<int>(sizeof(Work));
     }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
+    // What makes dot products of a stage's keys exponents in base 2, for a group's queries.
+    __device__ uint32_t factor(int s, int group) const {
+      return work(2 + 4 * kConsumers) + 4 * (s * kConsumers + group);
+    }
     __device__ uint32_t visible(int thread) const { return barriers - kVisibleBytes + 16 * thread; }
   };
-  static_assert(8 * (4 * kTile.stages + 9 + 3 * kRawStages) + (2 + 4 * kConsumers) * sizeof(Work) <=
+  static_assert(8 * (4 * kTile.stages + 9 + 3 * kRawStages) + (2 + 4 * kConsumers) * sizeof(Work) +
+                    (kHasParts ? 4 * kTile.stages * kConsumers : 0) <=
                 kSm90SmallBytes);
+  static_assert(!kHasParts || kTile.n == kScaleRows);
 
   // 3. Roles. Values by columns: one thread loads Q and K, another V. By rows: one loads all three, and
   // two warps turn V. Another warp draws the work. `load(w, keys, row0, batch)`: of an item whose tile 0
@@ -120,6 +130,35 @@ struct Float8Sm90 {
       }
     }
   }
+
+  // What makes dot products of codes exponents in base 2: for each group's 64 queries of an item, which
+  // have one scale, and with a key tile's, which has one.
+  struct Factors {
+    float of_queries[kConsumers];
+    __device__ __forceinline__ Factors(const AttentionParams& p, const Sm90Schedule& s,
+                                       const Work& w) {
+      if constexpr (!kHasParts) return;
+#pragma unroll
+      for (int group = 0; group < kConsumers; ++group) {
+        const int32_t row = min((w.row0 + group * 64) / s.packed, w.queries.used - 1);
+        of_queries[group] =
+            p.float8.of_query(w.batch, w.head * s.packed, row) * (p.scores.scale * device::kLog2e);
+      }
+    }
+    static __device__ __forceinline__ float of_tile(const AttentionParams& p, const Work& w,
+                                                    int32_t head_kv, int tile) {
+      return kHasParts ? p.float8.of_key(w.batch, head_kv, tile * kTile.n) : 1.0f;
+    }
+    __device__ __forceinline__ void store(const Shared& shared, int stage, float of_keys) const {
+      constexpr float kLeast = 1e-30f;  // a scale of 0 gives what zeros give
+#pragma unroll
+      for (int group = 0; group < kConsumers; ++group) {
+        const float factor = of_queries[group] * of_keys;
+        device::store_shared(shared.factor(stage, group),
+                             __float_as_uint(fabsf(factor) < kLeast ? kLeast : factor));
+      }
+    }
+  };
 
   static __device__ __forceinline__ void load_queries_and_keys(const AttentionParams& p,
                                                                const Sm90Schedule& s,
@@ -147,12 +186,15 @@ struct Float8Sm90 {
     each_item(
         p, s, shared, true, [&](const Work& w, const Sm90Keys& keys, int32_t row0, int32_t batch) {
           load_q(w);
+          const Factors factors(p, s, w);
           const int first = w.range.begin, last = w.range.end - 1;
+          float of_keys = factors.of_tile(p, w, keys.head, last);
 #pragma unroll 1
           for (int tile = last; tile >= first; --tile) {
             barrier_wait(shared.k_empty(ring.stage()), ring.parity());
             uint32_t full = shared.k_full(ring.stage()), to = shared.k + ring.stage() * kKBytes;
             int32_t row = row0 + tile * kTile.n;
+            if constexpr (kHasParts) factors.store(shared, ring.stage(), of_keys);
             barrier_arrive_expect(full, kKBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
@@ -167,6 +209,7 @@ struct Float8Sm90 {
               }
             }
             ring.next();
+            of_keys = factors.of_tile(p, w, keys.head, max(tile - 1, first));  // comes meanwhile
             if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
             if constexpr (kByRows) {
 #pragma unroll 1
@@ -337,14 +380,16 @@ void launch_float8_sm90(const AttentionParams& p, const AttentionSchedule& sched
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-  requires(kType == DType::e4m3)
+  requires(kType == DType::e4m3 || kType == DType::i8)
 void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
   const AttentionParams& p = launch.params;
-  if (p.v_channel_stride == 1) {
-    using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask, kScore, true>;
-    return launch_float8_sm90<Kernel>(p, launch.schedule, stream);
+  if constexpr (kScore != ScoreKind::parts) {
+    if (p.v_channel_stride == 1) {
+      using Kernel = Float8Sm90<kType, kHeadDim, kHeadDimV, kMask, kScore, true>;
+      return launch_float8_sm90<Kernel>(p, launch.schedule, stream);
+    }
   }
-  using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask, kScore, false>;
+  using Kernel = Float8Sm90<kType, kHeadDim, kHeadDimV, kMask, kScore, false>;
   launch_float8_sm90<Kernel>(p, launch.schedule, stream);
 }
 

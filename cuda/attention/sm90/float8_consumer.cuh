@@ -33,6 +33,7 @@ struct ConsumerFloat8 {
   static constexpr bool kByPairs = kIsFast && kHeadDimV <= 64;
   static constexpr bool kOutFirst = !kIsFast;  // before the next S: registers are full
   using Products = ProductsFloat8<Kernel>;
+  using Softmax = Float8Softmax<Kernel::kInt8, Kernel::kHasParts>;
   using Operands = typename Products::Operands;
   using Tiles = typename Products::Tiles;
   static constexpr int kScoreCount = Products::kScoreCount, kOutCount = Products::kOutCount;
@@ -134,13 +135,21 @@ struct ConsumerFloat8 {
     return first_head(me, w) / (me.p.num_heads_q / me.p.num_heads_kv);
   }
 
-  // What makes a dot product of codes an exponent in base 2. A scale of 0 gives what zeros give.
+  // What makes a dot product of codes an exponent in base 2. A scale of 0 gives what zeros give. With
+  // parts it comes with each key tile.
   static __device__ __forceinline__ float exponent_factor(const Lane& me, const Work& w) {
     constexpr float kLeast = 1.2e-38f;  // times it, -inf is -inf
+    if constexpr (Kernel::kHasParts) return kLeast;
     const AttentionParams& p = me.p;
     float factor = p.float8.of_query(w.batch, first_head(me, w), 0) *
                    p.float8.of_key(w.batch, head_kv(me, w), 0) * p.scores.scale * device::kLog2e;
     return factor == 0.0f ? kLeast : factor;
+  }
+  // That of the key tile at which the ring stands, whose keys are there.
+  static __device__ __forceinline__ float tile_factor(const Lane& me, const Place& at,
+                                                      float of_all) {
+    if constexpr (!Kernel::kHasParts) return of_all;
+    return __uint_as_float(device::load_shared4(me.shared.factor(at.ring.stage(), me.group)));
   }
 
   // 3. Steps of the main loop
@@ -208,7 +217,7 @@ struct ConsumerFloat8 {
   }
 
   // T joins O, and the sums of P those of the rows.
-  static __device__ __forceinline__ void add_product(Float8Softmax& state, Tiles& tiles) {
+  static __device__ __forceinline__ void add_product(Softmax& state, Tiles& tiles) {
     if constexpr (kCounts) {  // the first lane of a quad has the column of ones
       state.sum[0] += tiles.counts[0];
       state.sum[1] += tiles.counts[2];
@@ -222,13 +231,15 @@ struct ConsumerFloat8 {
   // PV of this key tile; QK and softmax of the next, to the left.
   static __device__ __forceinline__ void add_tile(const Lane& me, const Operands& from,
                                                   Tiles& tiles, Place& at, int& tile, bool masked,
-                                                  Float8Softmax& state, float to_log2) {
+                                                  Softmax& state, float factor) {
     using namespace device;
     --tile;
     const int v_stage = at.ring.stage();
     barrier_wait(me.shared.v_full(v_stage), at.ring.parity());
     at.ring.next();
     barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
+    const float to_log2 =
+        tile_factor(me, at, factor);  // before the warp meets, and keys are released
     me.my_turn();
     if constexpr (kTakesScores) {
       Products::template add_slices<Products::kSlice>(from, v_stage, tiles, me.s.zero);
@@ -247,6 +258,7 @@ struct ConsumerFloat8 {
     }
     pin(tiles.scores);
     me.release(me.shared.k_empty(at.ring.stage()));
+    if constexpr (Kernel::kHasParts) follow_factor(state, to_log2);
     if (masked) mask<RestOrder>(me, tiles.scores, tile);
     auto join = [&](const float (&rescale)[2], bool moves) {
       if constexpr (!kTakesScores) {
@@ -269,7 +281,7 @@ struct ConsumerFloat8 {
 
   // S of the first key tile becomes P.
   static __device__ __forceinline__ void weigh_first(const Lane& me, Tiles& tiles, const Place& at,
-                                                     const Work& w, int tile, Float8Softmax& state,
+                                                     const Work& w, int tile, Softmax& state,
                                                      float to_log2) {
     if (tile >= w.range.full_end || tile < w.range.full_begin)
       mask<FirstOrder>(me, tiles.scores, tile);
@@ -335,7 +347,7 @@ struct ConsumerFloat8 {
   }
 
   static __device__ __forceinline__ void leave(const Lane& me, const Work& w, float scale,
-                                               Tiles& tiles, Float8Softmax& state) {
+                                               Tiles& tiles, Softmax& state) {
     const AttentionParams& p = me.p;
     auto& out = tiles.out;
     state.sum[0] *= kUnshift;
@@ -362,7 +374,7 @@ struct ConsumerFloat8 {
   }
 
   static __device__ __forceinline__ void give_out(const Lane& me, const Place& at, Tiles& tiles,
-                                                  int v_stage, float scale, Float8Softmax& state) {
+                                                  int v_stage, float scale, Softmax& state) {
     me.release(me.shared.v_empty(v_stage));
     add_product(state, tiles);
     Work w;
@@ -375,7 +387,7 @@ struct ConsumerFloat8 {
     Place at;
     const Operands from(me.shared, me.group);
     Tiles tiles;
-    Float8Softmax state;
+    Softmax state;
     if (me.group == 0) named_barrier_arrive(1, 256);
     bool at_work = false;
 #pragma unroll 1
@@ -398,18 +410,19 @@ struct ConsumerFloat8 {
       Work w;
       take_work(me, at, w);
       find_visible(me, w);
-      const float to_log2 = exponent_factor(me, w);
-      state = Float8Softmax();
+      const float factor = exponent_factor(me, w);
+      state = Softmax();
       wgmma_wait<0>();
       pin(tiles.scores);
       if (!more) break;
       at_work = true;
 #pragma unroll
       for (int i = 0; i < kOutCount; ++i) tiles.out[i] = 0.0f;
+      const float to_log2 = tile_factor(me, at, factor);
       me.release(me.shared.k_empty(at.ring.stage()));
       int tile = w.range.end - 1;
       weigh_first(me, tiles, at, w, tile, state, to_log2);
-      auto step = [&](bool masked) { add_tile(me, from, tiles, at, tile, masked, state, to_log2); };
+      auto step = [&](bool masked) { add_tile(me, from, tiles, at, tile, masked, state, factor); };
       walk_tiles(me, at, w, tile, step);
       me.release(me.shared.q_empty(at.q_ring.stage()));
       at.q_ring.next();

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "cuattn/device/wgmma_float8_sm90.cuh"
+#include "cuattn/device/wgmma_int8_sm90.cuh"
 #include "cuda/attention/sm90/float8_maps.cuh"
+#include "cuda/attention/sm90/float8_step.cuh"
 
 namespace cuattn {
 
@@ -15,9 +17,12 @@ struct ProductsFloat8 {
   static constexpr bool kIsFast = Kernel::kIsFast, kCounts = Kernel::kCounts;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   // Columns of a T that takes the registers of S; 0: there is none, or it has its own.
-  static constexpr int kSlice = kIsFast || kHeadDimV <= 64 ? 0 : kHeadDimV <= 128 ? 64 : 128;
+  // Note: with int8 128 columns would spill.
+  static constexpr int kSlice = kIsFast || kHeadDimV <= 64          ? 0
+                                : kHeadDimV <= 128 || Kernel::kInt8 ? 64
+                                                                    : 128;
   static constexpr bool kTakesScores = kSlice > 0, kHasPart = !kIsFast && !kTakesScores;
-  using Qk = device::Wgmma<DType::e4m3, kTile.n>;
+  using Qk = device::Wgmma<Kernel::kCodes, kTile.n>;
   using Pv = device::Wgmma<DType::e4m3, kHeadDimV>;
   using Count = device::Wgmma<DType::e4m3, 8>;
 
@@ -75,12 +80,17 @@ struct ProductsFloat8 {
     using namespace device;
     const uint64_t a = advance(from.q, uniform(at.q_ring.stage() * Kernel::kQBytes));
     const uint64_t b = advance(from.k, uniform(at.ring.stage() * Kernel::kKBytes));
+    if constexpr (Kernel::kInt8) {  // sums of int8 are numbers as soon as they are there
+#pragma unroll
+      for (float& score : scores) score = kInt8Offset;
+      pin(scores);
+    }
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 32; ++step) {
       Qk::ss(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
              advance(b, step / 4 * kTile.n * 128 + step % 4 * 32),
-             step == 0 ? __float_as_int(zero) : 1);
+             Kernel::kInt8 || step > 0 ? 1 : __float_as_int(zero));
     }
     wgmma_commit();
   }

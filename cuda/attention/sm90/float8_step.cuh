@@ -10,7 +10,24 @@ namespace cuattn {
 // P is up to 2^(kFloat8Shift + slack) = 2^8 of the 448 that e4m3 holds; what is 2^-13 of a row's
 // reference or less vanishes.
 constexpr int kFloat8Shift = 4;
-using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
+// Sums of int8 begin at 2^23 + 2^22 as a float, whose last bit is 1: as bits they are that many more.
+constexpr int kInt8Offset = 3 << 22;
+// With parts limits are made of references, by three roundings: these stay smaller.
+template <bool kInt8, bool kHasParts>
+using Float8Softmax =
+    Sm90Softmax<ScoreKind::identity, 4, kInt8 ? kInt8Offset : 0, kHasParts ? 21 : 24>;
+
+// A factor that changes from tile to tile: the limits of rows follow. Those of large references are none.
+template <class State>
+__device__ __forceinline__ void follow_factor(State& state, float to_log2) {
+  const float inverse = device::rcp_approx(to_log2);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (!state.is_large(half))
+      state.limit[half] = fmaxf(  // above -inf, which is no score
+          fmaf(state.reference[half] + State::kSlack, inverse, State::kOffset), State::kUnseen);
+  }
+}
 
 // 2^x of two numbers by FMA pipes in float16: within 2^-7.5 for x from -12 to 8, and 2^-12 below, which no
 // e4m3 holds. NaN stays NaN. The MUFU takes 8 clocks for a warp's exponentials; at head_dim 64 it is what
@@ -33,9 +50,8 @@ __device__ __forceinline__ void exp2_pair(float& low, float& high) {
 // One step: scores become P. `join(rescale, moves)`: the product with the last P joins O, if it has
 // not yet, which then follows a reference that moves. kCounts: products count the sums of rows, too.
 // kByPairs: every fourth pair of exponentials is one of exp2_pair. See softmax_step of softmax.cuh.
-template <class Order, bool kCounts, bool kByPairs, int kScoreCount, class Join>
-__device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
-                                                    float (&scores)[kScoreCount],
+template <class Order, bool kCounts, bool kByPairs, class State, int kScoreCount, class Join>
+__device__ __forceinline__ void float8_softmax_step(State& state, float (&scores)[kScoreCount],
                                                     uint32_t (&probs)[kScoreCount / 4],
                                                     float to_log2, float zero, Join join) {
   using namespace device;
@@ -50,6 +66,23 @@ __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
       center_large(state, scores, to_log2);
   }
   float reference[2] = {state.subtrahend(0) - kFloat8Shift, state.subtrahend(1) - kFloat8Shift};
+  if constexpr (State::kOffset != 0.0f) {
+    // A reference that has the offset is off by up to 0.75 to_log2: of coarse scores it is taken off these.
+    constexpr float kCoarse = 1.0f / 128;
+    const bool is_coarse = to_log2 > kCoarse;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (state.is_large(half)) continue;
+      if (!is_coarse) reference[half] = fmaf(State::kOffset, to_log2, reference[half]);
+      if (is_coarse) {
+#pragma unroll
+        for (int i = 2 * half; i < kScoreCount; i += 4) {
+          scores[i] -= State::kOffset;
+          scores[i + 1] -= State::kOffset;
+        }
+      }
+    }
+  }
   auto block_at = [](int at) {  // both of a group, one after the other
     return at % 2 == 0 ? Order::low_block(at / 2) : Order::high_block(at / 2);
   };

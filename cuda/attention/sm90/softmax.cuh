@@ -21,14 +21,18 @@ namespace cuattn {
 //   scored     a limit that is NaN; in the loop 0 takes the place of the reference
 // Rows whose scores are bounded have a limit of infinity: their reference is known, and stays.
 //
-// kSlackBits: a P that becomes e4m3 has less room above 1 (float8.cuh).
-template <ScoreKind kScore, int kSlackBits = 8>
+// kSlackBits: a P that becomes e4m3 has less room above 1 (float8.cuh). kScoresAt: what scores have more
+// than they are, the reference not: their exponent is (score - kScoresAt) * to_log2 - reference. Of a
+// large reference the differences have not.
+template <ScoreKind kScore, int kSlackBits = 8, int kScoresAt = 0,
+          int kLargeBits = kSlackBits < 8 ? 24 : 26>
 struct Sm90Softmax {
+  static constexpr float kOffset = kScoresAt;
   static constexpr bool kScored = kScore == ScoreKind::scored;
   static constexpr float kSlack = kSlackBits;
-  static constexpr float kLarge = kSlackBits < 8 ? 1 << 24 : 1 << 26;  // see is_large_reference
-  static constexpr float kUnseen = -3.4028234664e38f;                  // finite: -inf - -inf is NaN
-  float reference[2] = {kUnseen, kUnseen};                             // in base 2
+  static constexpr float kLarge = 1 << kLargeBits;     // see is_large_reference
+  static constexpr float kUnseen = -3.4028234664e38f;  // finite: -inf - -inf is NaN
+  float reference[2] = {kUnseen, kUnseen};             // in base 2
   float limit[2] = {kUnseen,
                     kUnseen};   // of the scores: from there on, an exponent is kSlack or more
   float sum[2] = {0.0f, 0.0f};  // this lane's share
@@ -95,7 +99,8 @@ __device__ __forceinline__ bool move_references(State& state, float (&rescale)[2
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float max = quad_max(highest[half]), limit = state.limit[half];
-    float reference = finite_product(max, to_log2), rise = reference - state.exponent(half);
+    float reference = finite_product(max - State::kOffset, to_log2),
+          rise = reference - state.exponent(half);
     if (state.is_large(half) ? !(rise > state.kSlack) : !(max >= limit)) continue;
     rescale[half] = exp2_approx(-rise);
     bool large = fabsf(reference) > State::kLarge;
@@ -122,7 +127,7 @@ __device__ __forceinline__ void center_large(const State& state, float (&scores)
     const bool large = state.is_large(half);
     const float reference = state.exponent(half);
     auto center = [&](float& score) {
-      score = (finite_product(score, to_log2) - reference) * rcp_approx(to_log2);
+      score = (finite_product(score - State::kOffset, to_log2) - reference) * rcp_approx(to_log2);
     };
 #pragma unroll
     for (int i = 2 * half; i < kScoreCount; i += 4) {

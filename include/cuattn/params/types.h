@@ -30,7 +30,7 @@ enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64, i8 };
 enum class MaskKind : int32_t { none, causal, window, rows };
 // See ScoreParams. dropped: identity with dropout; of sm90 alone, for scored kernels have it elsewhere.
 // fast: identity over float8, whose sums have one level; of sm90 alone.
-enum class ScoreKind : int32_t { identity, scored, dropped, fast };
+enum class ScoreKind : int32_t { identity, scored, dropped, fast, parts };
 
 constexpr int64_t kUnlimited = -1;  // a window side without limit
 

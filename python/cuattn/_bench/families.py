@@ -152,12 +152,23 @@ FAMILIES: dict[str, Family] = {
     "flex": _family(flex, backends=("auto", "sm80", "plain"), peers=("flex",), heat_s=0.2),
     "flex_smoke": _family(flex_smoke, backends=("auto", "naive", "plain"), peers=("flex",)),
     "fp8": _family(
-        fp8, backends=("auto", "rows", "fast", "bf16", "quantised"), peers=("fa3", "fa3_columns")
+        fp8,
+        backends=(
+            "auto",
+            "rows",
+            "fast",
+            "bf16",
+            "quantised",
+            "blocks",
+            "int8",
+            "quantised_blocks",
+        ),
+        peers=("fa3", "fa3_columns"),
     ),
     "quantize": _decode(quantize, peers=("memcpy",)),
     "fp8_smoke": _family(
         fp8_smoke,
-        backends=("auto", "rows", "naive", "fast", "bf16", "quantised"),
+        backends=("auto", "naive", "rows", "fast", "bf16", "quantised", "blocks", "int8"),
         peers=("fa3", "fa3_columns", "memcpy"),
     ),
     "mla_smoke": _decode(

@@ -27,6 +27,7 @@ from .reference import EPS, LEAST_TOP, Error
 RUNGS = ("auto", "cpu", "naive", "sm90")
 OUT = "bfloat16"  # of results over float8
 BLOCK = 128  # rows that share a scale in mode "block"
+MODES = {"blocks": "block", "int8": "int8"}  # of `quantize`
 CODES, NUMBERS, THROUGH = "codes", "numbers", "through codes"  # what a result is judged by
 Places = list[tuple[int, int]]
 
@@ -160,8 +161,8 @@ def ours(backend: str) -> Callable[[Any, Any], Prepared]:
     """Prepare a call of ours by its word.
 
     "auto" or a rung: attention on codes, v by columns. "rows": v by rows. "fast": with
-    accumulate="fast". "bf16": on the numbers before they were quantised. "quantised": those,
-    quantised in the call.
+    accumulate="fast". "blocks", "int8": on codes of that mode of `quantize`. "bf16": on the numbers
+    before they were quantised. "quantised", "quantised_blocks": those, quantised in the call.
     """
 
     def prepare(w: Any, x: Any) -> Prepared:
@@ -171,10 +172,15 @@ def ours(backend: str) -> Callable[[Any, Any], Prepared]:
         options: dict[str, Any] = {"causal": w.causal}
         if backend == "bf16":
             return attending(w, (x.q, x.k, x.v), options, NUMBERS)
-        if backend == "quantised":
+        if backend in MODES:
+            made = cuattn.quantize(x.q, x.k, x.v, mode=MODES[backend])
+            return attending(w, made.arrays, {**options, **made.scales}, THROUGH)
+        if backend in ("quantised", "quantised_blocks"):
             q, k, v = x.q, x.k, x.v
-            prepared = attending(w, x.codes.arrays, {**options, **x.codes.scales}, THROUGH)
-            prepared.call = lambda: cuattn.quantize(q, k, v).attention(**options)
+            mode = "head" if backend == "quantised" else "block"
+            made = x.codes if mode == "head" else cuattn.quantize(q, k, v, mode=mode)
+            prepared = attending(w, made.arrays, {**options, **made.scales}, THROUGH)
+            prepared.call = lambda: cuattn.quantize(q, k, v, mode=mode).attention(**options)
             prepared.memory_bytes = None
             prepared.bytes = super(Float8Workload, w).bytes
             return prepared
@@ -184,7 +190,7 @@ def ours(backend: str) -> Callable[[Any, Any], Prepared]:
         elif backend == "rows":
             v = v.contiguous()
         else:
-            require(backend in RUNGS, "a rung, auto, rows, fast, bf16 or quantised")
+            require(backend in RUNGS, "a rung, auto or another backend of fp8")
             options["backend"] = backend
         return attending(w, (q, k, v), {**options, **x.codes.scales}, CODES)
 

@@ -13,7 +13,8 @@ import pathlib
 # deterministic=True. Around attention: `unfused` is the same work in separate calls of ours,
 # `plain` what is left without the rotation. Of latents: the two forms.
 # Of float8: `fast` is auto with accumulate="fast", `bf16` the same numbers in 16 bits, `quantised`
-# those with `quantize` in the call.
+# those with `quantize` in the call; `blocks` and `int8` are codes of these modes of it, and
+# `quantised_blocks` has the first in the call.
 # Over ranks: `gather`, `heads` and `ring` are schemes,
 # `unchecked` is auto with check=False, `one` is one rank alone.
 BACKENDS = (
@@ -47,6 +48,9 @@ BACKENDS = (
     "fast",
     "bf16",
     "quantised",
+    "blocks",
+    "int8",
+    "quantised_blocks",
 )
 PEERS = (
     "torch",
