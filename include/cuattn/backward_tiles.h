@@ -31,8 +31,13 @@ CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t
 
 // ---- Scores. plain: a scale alone. smooth: besides a softcap or ALiBi, made of whole fragments in
 // the tiles of plain. general: anything, a score at a time. dropped: plain, with dropout. biased:
-// plain, with a bias that the TMA brings; the only form that makes dbias.
-enum class ScoreForm : int32_t { plain, smooth, general, dropped, biased };
+// plain, with a bias that the TMA brings; the only form that makes dbias. ordered and
+// ordered_heads: plain, in a fused pass that sums dQ in the order of the keys; the second takes all
+// query heads of a tile of rows before the next tile.
+enum class ScoreForm : int32_t { plain, smooth, general, dropped, biased, ordered, ordered_heads };
+constexpr bool sm90_is_ordered(ScoreForm form) {
+  return form == ScoreForm::ordered || form == ScoreForm::ordered_heads;
+}
 
 // The compiled head sizes that have the biased form.
 constexpr bool sm90_has_biased(HeadDims d) { return d.qk == d.v && (d.qk == 64 || d.qk == 128); }
@@ -57,7 +62,7 @@ CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const AttentionParams& f) {
 // ---- Tiles. m query rows, n keys, stages of what streams. 12 warps: a group of producers, two
 // groups of consumers.
 
-constexpr int32_t kSm90BackwardSmallBytes = 1024;  // barriers; and up to 1023 align the panels
+constexpr int32_t kSm90BackwardSmallBytes = 512;  // barriers; and up to 1023 align the panels
 
 constexpr int32_t sm90_row_bytes(int32_t head_dim) { return (head_dim + 63) / 64 * 128; }
 
@@ -115,19 +120,31 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
 
 // Fused pass, of up to 128 columns without a window, row ranges and general scores: as the keys pass with a
 // group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
-// summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
+// summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns]. With an order
+// dx crosses in one buffer, and parts of dQ, [m, columns] of float32, go through two others to the sums;
+// behind these stand counters: the ticket that comes next, kOrderPad apart the parts that each
+// kOrderRows rows have got.
+constexpr int32_t kOrderRows = 64, kOrderPad = 32;
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
   return (mask == MaskKind::none || mask == MaskKind::causal) && form != ScoreForm::general &&
          d.qk == d.v && d.qk <= 128 && (form != ScoreForm::biased || d.qk == 128);
 }
 constexpr Tile sm90_fused_tile(HeadDims d, ScoreForm form) {
-  return {d.qk <= 64 ? 128 : 64, 128, form == ScoreForm::biased ? 2 : 3, 12};
+  bool holds_more = form == ScoreForm::biased || (sm90_is_ordered(form) && d.qk != 96);
+  return {d.qk <= 64 ? 128 : 64, 128, holds_more ? 2 : 3, 12};
+}
+constexpr int32_t sm90_part_bytes(HeadDims d, Tile tile, ScoreForm form) {
+  return sm90_is_ordered(form) ? tile.m * d.qk * 4 : 0;
 }
 constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
-  return tile.n * row + tile.stages * tile.m * (row + 8) + 2 * tile.m * tile.n * 2 +
-         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) +
+  return tile.n * row + tile.stages * tile.m * (row + 8) +
+         (sm90_is_ordered(form) ? 1 : 2) * tile.m * tile.n * 2 +
+         2 * sm90_part_bytes(d, tile, form) + tile.stages * sm90_kept_bytes(tile.n, tile.m, form) +
          tile.stages * sm90_bias_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
+}
+CUATTN_HOST_DEVICE int64_t sm90_order_words_of_head(const AttentionParams& f) {
+  return kOrderPad + sm90_row_pitch(f.total_q, f.batch) / kOrderRows;
 }
 
 // Bias pass: a CTA owns m rows and n keys of dbias; Q and K of what is summed there come in a stage,

@@ -119,6 +119,7 @@ struct Plan {
   BiasAccess bias;
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
+  bool in_order;  // backward: these are added in the order of the keys
   size_t workspace_bytes;
   size_t numbers_bytes;  // of these at the end, for codes that become numbers of 16 bits; or 0
   bool turns_values;     // float8 by rows: they become columns as they come
@@ -131,9 +132,13 @@ struct Plan {
 Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
                       const char* backend);
 
+// The order of sums in the backward pass: any; the same each time, where that costs nothing, or always;
+// that of a sequence, whatever else is in its batch.
+enum class SumOrder : int32_t { any, where_free, of_problem, of_sequence };
+
 // The same for the backward pass, whose data pointers may be nullptr. `function` is named in
 // refusals. backend: "auto", "cpu", "naive", "simt", "sm80", "sm90".
-Plan select_backward(const char* function, const BackwardParams& params, bool batch_invariant,
+Plan select_backward(const char* function, const BackwardParams& params, SumOrder order,
                      const DeviceInfo& device, const char* backend);
 std::string explain_backward(const Plan& plan, const BackwardParams& params,
                              const DeviceInfo& device);

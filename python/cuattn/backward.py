@@ -90,8 +90,9 @@ def attention_backward(
     dlse : float32 array, [batch, num_heads_q, seqlen_q], optional
         Gradient of the loss with respect to lse; None is 0.
     deterministic : bool, optional
-        True: the same bits each time; None: where that costs little. On Hopper "sm90" adds up dq in
-        any order where it is fused, which `explain` says; all else has the same bits each time.
+        True: the same bits each time; None: where that costs little; False: the fastest. On Hopper
+        "sm90" adds up dq in any order where it is fused, and in that of the keys, or in two passes,
+        where the same bits are asked for, which `explain` says; all else has them each time.
     need : sequence of {"dq", "dk", "dv", "dbias", "dsinks", "dslopes"}
         The gradients to compute, in the order in which they are returned; what is left out saves
         time. "dbias", "dsinks" and "dslopes" need bias (not of bool), sinks and alibi_slopes.

@@ -140,7 +140,7 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");
-  call.deterministic = b.deterministic == 1;
+  call.deterministic = b.deterministic;
   fill_shapes(call);
   read_need(call, o, b);
   read_results(call, arrays, b.dlse, check_data);
@@ -159,8 +159,12 @@ BackwardParams problem_of(const BackwardCall& call) {
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
   require_dropout_key(call.forward, device);
   // On the CPU the bits never depend on the run; a batch changes them where keys are cut.
-  bool ordered = call.forward.batch_invariant || (call.deterministic && device.is_cuda);
-  return select_backward(call.function(), problem_of(call), ordered, device, backend);
+  SumOrder order = SumOrder::any;
+  if (call.forward.batch_invariant)
+    order = SumOrder::of_sequence;
+  else if (device.is_cuda && call.deterministic != 0)
+    order = call.deterministic == 1 ? SumOrder::of_problem : SumOrder::where_free;
+  return select_backward(call.function(), problem_of(call), order, device, backend);
 }
 
 namespace {
@@ -277,8 +281,8 @@ void run_backward(BackwardCall& call, const Gradients& gradients, void* workspac
   if (has_data && (!cuda || checks_device_data()))
     backend.check(fn, f, forward.device.device_id, stream);
   require_workspace(fn, plan, forward.device, workspace, workspace_bytes);
-  backend.backward(problem_of(call), {plan.chunk_keys, plan.num_chunks, workspace}, plan,
-                   forward.device.device_id, stream);
+  backend.backward(problem_of(call), {plan.chunk_keys, plan.num_chunks, workspace, plan.in_order},
+                   plan, forward.device.device_id, stream);
 }
 
 }  // namespace cuattn

@@ -22,7 +22,7 @@ struct BackwardCall {
   BackwardParams params;  // whose `forward` is filled by the run
   int32_t bias_ndim, slopes_ndim;
   int64_t out_shape[4], lse_shape[3];
-  bool deterministic;
+  int32_t deterministic;  // 1, 0, or -1: where it costs nothing
   FlexGradient gradient;  // of what a user wrote; of a call with programs
 
   const char* function() const { return forward.function(); }

@@ -124,21 +124,47 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
 }
 
 // Where the fused kernel of sm90 was measured ahead of two passes: with all three gradients, from so
-// many rows and keys on. It sums dq in any order.
+// many rows and keys on. It sums dq in any order, or in that of the keys.
 constexpr int32_t kLeastFused = 512;
 constexpr const char* kFusedMerit =
+    "Hopper: five products fused, dq summed in any order; deterministic=True gives it one";
+constexpr const char* kFusedScoresMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
+constexpr const char* kOrderedMerit =
+    "Hopper: five products fused, dq summed in the order of the keys, by tickets";
 
 constexpr const char* kFunctorMerit =
     "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
 constexpr const char* kFloatFunctorMerit =
     "float32 on CUDA cores, two passes compiled for the functions by NVRTC";
 
-bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
+// Blocks of 128 keys from which on the fused kernel was measured ahead of two passes in spite of an
+// order: fewer stand in one or two waves, and wait for each other from the start on. From so many, and
+// so many rows, without a mask at 64 columns, it costs 0 to 2 %, elsewhere up to 17. Who
+// names sm90 has an order whatever their number.
+constexpr int64_t kLeastOrdered = 256, kLeastOrderedCausal = 512, kLeastFree = 1024;
+constexpr int32_t kLeastFreeRows = 2048;
+
+bool takes_order(const BackwardParams& p, HeadDims d, SumOrder order, bool is_named) {
+  const AttentionParams& f = p.forward;
+  if (order == SumOrder::any || sm90_score_form(f) != ScoreForm::plain) return false;
+  const int64_t keys = sm90_fused_tile(d, ScoreForm::ordered).n;
+  const int64_t blocks = (f.seqlen_kv + keys - 1) / keys * f.batch * f.num_heads_kv;
+  const bool is_full = mask_of(f) == MaskKind::none;
+  if (order == SumOrder::of_problem)
+    return is_named || blocks >= (is_full ? kLeastOrdered : kLeastOrderedCausal);
+  return is_full && d.qk <= 64 && f.seqlen_q >= kLeastFreeRows && blocks >= kLeastFree;
+}
+
+bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order, bool in_order) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && !p.needs(kNeedDslopes) &&
-         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  const ScoreForm form = sm90_score_form(f);
+  // The longest sequence of a batch decides here: bits of the others must not depend on it.
+  if (order == SumOrder::of_sequence) return false;
+  if (order == SumOrder::of_problem && !in_order) return false;
+  return sm90_has_fused(d, mask_of(f), form) && !p.needs(kNeedDslopes) && (p.need & kAll) == kAll &&
+         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -179,6 +205,7 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   }
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
     int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
+    if (plan.in_order) floats += sm90_order_words_of_head(f);
     if (p.needs(kNeedDsinks)) floats += f.batch;
     if (p.needs(kNeedDslopes)) floats += f.total_q;
     size_t bytes = checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
@@ -251,9 +278,10 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 
 }  // namespace
 
-Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
+Plan select_backward(const char* function, const BackwardParams& p, SumOrder order,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
+  const bool ordered = order == SumOrder::of_problem || order == SumOrder::of_sequence;
   require_functor(function, p, ordered, device);
   const AttentionParams& f = p.forward;
   const Rung& asked =
@@ -276,9 +304,12 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
-    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
-      plan.reason = kFusedMerit;
-      plan.tile = sm90_fused_tile(d, sm90_score_form(f));
+    const bool in_order = takes_order(p, d, order, !is_auto(backend));
+    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, order, in_order)) {
+      plan.in_order = in_order;
+      const bool is_plain = sm90_score_form(f) == ScoreForm::plain;
+      plan.reason = plan.in_order ? kOrderedMerit : is_plain ? kFusedMerit : kFusedScoresMerit;
+      plan.tile = sm90_fused_tile(d, plan.in_order ? ScoreForm::ordered : sm90_score_form(f));
       plan.chunk_keys = plan.tile.n;
       plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;
     }

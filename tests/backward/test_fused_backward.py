@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused kernel of backend="sm90": when it is taken, what it needs, and its gradients against
-float64. It sums dq in any order, so bits are compared of dk and dv alone.
+float64. It sums dq in any order, so bits are compared of dk and dv alone; deterministic=True
+gives it an order.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ def is_fused(plan):
     return fused
 
 
+def is_ordered(plan):
+    return "in the order of the keys" in plan.reason
+
+
 TAKEN = {
     "least": {},
     "causal": {"causal": True},
@@ -63,8 +68,12 @@ TAKEN = {
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
     "few keys": {"keys": LENGTH - 1},
-    "deterministic": {"deterministic": True},
+    "deterministic, dropout": {"deterministic": True, "dropout_p": 0.1, "dropout_seed": 3},
+    "deterministic, softcap": {"deterministic": True, "softcap": 30.0},
+    "deterministic, few rows": {"deterministic": True, "rows": LENGTH - 1},
+    "deterministic, window": {"deterministic": True, "window": (100, 0)},
     "batch_invariant": {"batch_invariant": True},
+    "both": {"batch_invariant": True, "deterministic": True},
     "no dq": {"need": ("dk", "dv")},
     "dq alone": {"need": ("dq",)},
     "window": {"window": (100, 0)},
@@ -82,6 +91,55 @@ def test_the_plan_takes_it(name):
     assert is_fused(explain(**TAKEN[name]))
 
 
+PLAIN = [name for name in TAKEN if not {"softcap", "ALiBi"} & {name} and "dropout" not in name]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_plan_orders_it(name):
+    options = {**TAKEN[name], "backend": "sm90"}
+    plan, any_order = explain(**{**options, "deterministic": True}), explain(**options)
+    assert is_fused(plan)
+    assert is_ordered(plan)
+    assert not is_ordered(any_order)
+    assert 0 < plan.workspace_bytes - any_order.workspace_bytes < 8 * LENGTH  # counters
+
+
+@pytest.mark.parametrize(
+    ("options", "is_taken"),
+    [
+        ({"keys": 4096, "heads": 8, "heads_kv": 8}, True),  # 256 blocks of 128 keys
+        ({"keys": 4096, "heads": 8, "heads_kv": 4}, False),
+        ({"keys": 4096, "heads": 8, "heads_kv": 8, "causal": True}, False),
+        ({"keys": 4096, "heads": 8, "heads_kv": 8, "causal": True, "batch": 2}, True),
+        ({"keys": 4096, "heads": 8, "heads_kv": 8, "softcap": 3.0, "batch": 9}, False),
+    ],
+)
+def test_two_passes_are_faster_than_an_order_of_few_blocks(options, is_taken):
+    for dim in (64, 96, 128):
+        plan = explain(**options, dim=dim, deterministic=True)
+        assert is_ordered(plan) == is_fused(plan) == is_taken
+
+
+FREE = {"rows": 2048, "keys": 2048, "heads": 64, "heads_kv": 64}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_free"),
+    [
+        ({}, True),
+        ({"dim": 40}, True),
+        ({"rows": 2047}, False),
+        ({"heads_kv": 32}, False),
+        ({"causal": True}, False),
+        ({"dim": 96}, False),
+        ({"softcap": 3.0}, False),
+        ({"deterministic": False}, False),
+    ],
+)
+def test_the_plan_orders_it_unasked_where_that_is_free(options, is_free):
+    assert is_ordered(explain(**{**FREE, **options})) == is_free
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_the_plan_takes_two_passes(name):
     assert not is_fused(explain(**LEFT[name]))
@@ -91,8 +149,10 @@ def test_the_workspace_of_a_training_step():
     """131,072 tokens, 16 heads, head_dim 128: two numbers a row, or these and dq in float32."""
     long = {"batch": 1, "rows": 131072, "keys": 131072, "heads": 16, "heads_kv": 16, "dim": 128}
     rows = 16 * (131072 + 4 * 128)
-    assert explain(**long, deterministic=True).workspace_bytes == 8 * rows < 17e6
+    assert explain(**long, batch_invariant=True).workspace_bytes == 8 * rows < 17e6
     assert explain(**long).workspace_bytes == (8 + 4 * 128) * rows < 1.1e9
+    ordered = explain(**long, deterministic=True).workspace_bytes
+    assert ordered == (8 + 4 * 128) * rows + 16 * 4 * 32 + rows // 64 * 4
 
 
 CASES = {
@@ -133,6 +193,58 @@ CASES = {
 def test_gradients(device, backend, dim, name, dtype, rng):
     case = dataclasses.replace(BASE, head_dim=dim, dtype=dtype, **CASES[name])
     assert_case(device, backend, case, rng, need=NEED)
+
+
+UNSCORED = [name for name in CASES if not set(CASES[name]) & {"softcap", "alibi", "dropout"}]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128, 40, 72, 104))
+@pytest.mark.parametrize("name", UNSCORED)
+def test_gradients_in_order(device, backend, dim, name, dtype, rng):
+    """Of groups of query heads, and where each has keys of its own, another kernel beyond 64."""
+    case = dataclasses.replace(BASE, head_dim=dim, dtype=dtype, **CASES[name])
+    assert_case(device, backend, case, rng, need=NEED, deterministic=True)
+    case = dataclasses.replace(case, num_heads_kv=case.num_heads_q)
+    assert_case(device, backend, case, rng, need=NEED, deterministic=True)
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
+def test_lengths_that_contradict_each_other_end(device, backend, dim):
+    """Sequences that share rows share the counters of turns: any result, but one."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = (torch.randn(1200, 4, dim, device="cuda").bfloat16() for _ in range(4))
+    wrong = torch.tensor([0, 1200, 0, 1200], dtype=torch.int32, device="cuda")
+    out, lse = torch.randn_like(q), torch.randn(4, 1200, device="cuda")
+    cuattn.attention_varlen_backward(
+        dout, q, k, v, out, lse, wrong, wrong, 1200, 1200, deterministic=True, backend=backend
+    )
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("heads_kv", [12, 6])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
+def test_the_order_holds_beside_other_work(device, backend, dim, causal, heads_kv):
+    """More CTAs than a GPU holds, while another stream takes a changing number of them."""
+    torch = pytest.importorskip("torch")
+    q, dout = (torch.randn(2, 2304, 12, dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 2304, heads_kv, dim, device="cuda").bfloat16() for _ in range(2))
+    out, lse = cuattn.attention(q, k, v, causal=causal, return_lse=True)
+    other, junk = torch.cuda.Stream(), torch.zeros(1 << 22, device="cuda")
+    results = []
+    for repeat in range(60):
+        with torch.cuda.stream(other):
+            for _ in range(repeat % 7):
+                junk[: 1 << (10 + repeat % 12)] += 1
+        results.append(
+            cuattn.attention_backward(
+                dout, q, k, v, out, lse, causal=causal, deterministic=True, backend=backend
+            )
+        )
+    for again in results[1:]:
+        for x, first in zip(again, results[0], strict=True):
+            assert torch.equal(x, first)
 
 
 @pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))

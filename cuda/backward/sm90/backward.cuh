@@ -16,6 +16,22 @@
 
 namespace cuattn {
 
+// Whatever the mask: limits of a causal one may lie past the end. CTAs of few rows would wait at each
+// head of a group for those of many: they take the heads of a tile together. What a loop keeps is made
+// anew around it, so of one head tiles are the inner loop; at 64 columns that costs nothing.
+template <DType kType, int kHeadDim>
+void launch_ordered_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+                         cudaStream_t stream) {
+  const AttentionParams& f = launch.params.forward;
+  if constexpr (kHeadDim > 64) {
+    if (f.num_heads_q == f.num_heads_kv)
+      return launch_fused_sm90<kType, kHeadDim, MaskKind::causal, ScoreForm::ordered>(
+          launch, states, stream);
+  }
+  launch_fused_sm90<kType, kHeadDim, MaskKind::causal, ScoreForm::ordered_heads>(launch, states,
+                                                                                 stream);
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                         float* slope_terms, cudaStream_t stream) {
@@ -24,6 +40,10 @@ void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates&
   constexpr MaskKind kFusedMask = kServesAll ? MaskKind::causal : kMask;
   constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
   if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
+    if constexpr (kHasFused && kForm == ScoreForm::plain) {
+      if (launch.schedule.in_order)
+        return launch_ordered_sm90<kType, kHeadDim>(launch, states, stream);
+    }
     if constexpr (kHasFused)
       launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm>(launch, states, stream);
   } else {
@@ -38,7 +58,8 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0) +
+                         (launch.schedule.in_order ? sm90_order_words_of_head(f) : 0);
   float* sink_terms = states.lse + floats * f.num_heads_q;
   float* sums =  // of dbias its parts, of dslopes the terms
       sink_terms + (p.needs(kNeedDsinks) ? int64_t{f.batch} * f.num_heads_q : 0);

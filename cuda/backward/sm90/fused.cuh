@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused pass of the backward kernels on Hopper (sm_90a): five products of tiles where the two
-// passes make seven, and in return dQ is summed in memory, in any order. A CTA owns 128 keys of a KV
-// head as in keys.cuh; besides, dx^T of a tile goes to shared memory, where both groups read it for
-// dQ += dx K, and each adds its share to float32 sums in the workspace. Three kernels:
+// passes make seven, and in return dQ is summed in memory, in any order or in that of the keys
+// (ordered.cuh). A CTA owns 128 keys of a KV head as in keys.cuh; besides, dx^T of a tile goes to
+// shared memory, where both groups read it for dQ += dx K, and each adds its share to float32 sums
+// in the workspace. Three kernels:
 //
-//   prepare  states of the rows; zeros for the sums
+//   prepare  states of the rows; zeros for the sums; with an order, its counters
 //   fused    | S^T  dP^T | P^T, dx^T -> shared | dV += P^T dO | meet | dQ = dx K   dK += dx^T Q | add dQ
 //   finish   sums * scale -> dq
 //
@@ -14,6 +15,7 @@
 #pragma once
 
 #include "cuda/backward/sm90/key_tiles.cuh"
+#include "cuda/backward/sm90/ordered.cuh"
 #include "cuda/backward/sm90/row_states.cuh"
 
 namespace cuattn::backward {
@@ -32,12 +34,14 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
   static constexpr int kColumnsOfSecond = kSharesRows ? 64 : kHeadDim - 64;
   static_assert(kTile.m == (kSharesRows ? 128 : 64) && kColumnsOfSecond % 16 == 0);
   static constexpr uint32_t kMeetBarrier = 1;
+  static constexpr bool kHelps = Base::kDrops || Base::kOrders;  // a warp beside the producer
 
   // dx^T as the accumulators hold it, keys x queries, to panels of 64 queries.
   static __device__ __forceinline__ void share_grads(uint32_t to, int group,
                                                      const uint32_t (&grads)[kTile.m / 4]) {
-    const int lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const uint32_t thread = Base::kOrders && kTile.m == 128 ? fresh_thread() : threadIdx.x;
+    const int lane = thread % 32;
+    const int row = group * 64 + thread / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int j = 0; j < kTile.m / 16; ++j) {
       const int chunk = (2 * (j % 4) + lane / 16) ^ (row % 8);
@@ -125,7 +129,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     Base::make_probs(x.scores, x.probs, f, work, mod, shared, stage, sight, tile, masked);
     wgmma_wait<0>();
     pin(x.dout_v);
-    if constexpr (Base::kPacksLate)
+    if constexpr (Base::kDrops && Base::kPacksLate)
       Base::kept_of(shared, stage).drop_all(x.dout_v);
     else if constexpr (Base::kDrops)
       Base::kept_of(shared, stage).drop_all(x.probs, x.dout_v);
@@ -133,7 +137,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     pack<kType>(x.grads, x.dout_v);
     if constexpr (Base::kPacksLate) {
       pack<kType>(x.probs, x.scores);
-      Base::kept_of(shared, stage).drop_all(x.probs);
+      if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(x.probs);
     }
   }
 
@@ -191,6 +195,13 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     const bool has_tail = work.key0 + kTile.n > work.keys.used;
     typename Base::Mod mod(f, 0, 0, 0, 0);
     Ring ring(0);
+    [[maybe_unused]] device::Ring<2> own_parts(0);
+    auto& parts = [&]() -> device::Ring<2>& {  // of dQ: with two stages, as these go
+      if constexpr (kTile.stages == 2)
+        return ring;
+      else
+        return own_parts;
+    }();
     Fragments x;
     uint32_t shared_grads = shared.crossing;
     auto release = [](uint32_t barrier) {
@@ -198,14 +209,19 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     };
     if (has_tail) clear_keys(work, shared, group);
 #pragma unroll 1
-    for (int32_t head = first_head; head < first_head + work.group; ++head) {
+    for (int32_t outer = Base::kMixesHeads ? work.range.begin : first_head;
+         outer < (Base::kMixesHeads ? work.range.end : first_head + work.group); ++outer) {
+      const int32_t head = outer;
       float* to = sums +
                   (states.place(f, work.queries, work.batch, head) + work.range.begin * kTile.m) *
                       kHeadDim +
                   group * 64 * 64 + threadIdx.x % 128 * 4;
       if constexpr (kForm == ScoreForm::smooth) mod = typename Base::Mod(f, work.batch, head, 0, 0);
 #pragma unroll 1
-      for (int tile = work.range.begin; tile < work.range.end; ++tile) {
+      for (int inner = Base::kMixesHeads ? 0 : work.range.begin;
+           inner < (Base::kMixesHeads ? work.group : work.range.end); ++inner) {
+        const int at = Base::kMixesHeads ? outer : inner;
+        const int tile = Base::kLastRowsFirst ? work.range.begin + work.range.end - 1 - at : at;
         const int stage = ring.stage();
         const uint32_t q = shared.q_stage(stage), dout = shared.dout_stage(stage);
         await_rows(work, shared, ring, tile, q, dout, group);
@@ -215,6 +231,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
         weigh(f, work, mod, shared, stage, sight, tile, masked, x);
         if (has_tail) clear_tail(work, sight, x.grads);
+        if constexpr (Base::kOrders) barrier_wait(shared.crossing_empty(), parts.stage() ^ 1);
         share_grads(shared_grads, group, x.grads);
         async_proxy_fence();
         add_values(x.probs, dout, dv);
@@ -227,14 +244,21 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         release(shared.dout_empty(stage));
         wgmma_wait<1>();
         pin(dq);
-        add_dq(to, dq);
+        if constexpr (Base::kOrders) {
+          release(shared.crossing_empty());
+          hand_over_part(shared, parts, group, dq);
+        } else {
+          add_dq(to, dq);
+        }
         wgmma_wait<0>();
         pin(dk);
         pin(x.grads);
         release(shared.q_empty(stage));
         to += kTile.m * kHeadDim;
-        shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);
+        if constexpr (!Base::kOrders)
+          shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);
         ring.next();
+        if constexpr (Base::kOrders && kTile.stages != 2) parts.next();
       }
     }
   }
@@ -274,20 +298,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Shared = typename Pass::Shared;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
-  const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
+  int32_t* counters = Pass::kOrders ? counters_of<Pass>(params.forward, states, sums) : nullptr;
+  int32_t item = static_cast<int32_t>(blockIdx.x);
+  if constexpr (Pass::kOrders) item = draw_ticket(counters, smem, shared);
+  const typename Pass::Work work(params.forward, schedule, item);
   if (work.key0 >= work.keys.stored) return device::wait_for_previous_kernel();
+  if constexpr (Pass::kOrders) init_order_barriers(shared);
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
-    device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
+    device::registers_shrink<Registers<Pass::kHelps>::kOfProducer>();
     if (threadIdx.x < 32) {
       if (device::elect_one()) Pass::produce(params.forward, states, maps, work, shared);
+    } else if constexpr (Pass::kOrders) {
+      if (threadIdx.x == 32) Adder<Pass>{shared, counters}.run(params.forward, work, states, sums);
     } else if constexpr (Pass::kDrops) {
       if (int drawer = drawer_number(); drawer >= 0)
         Pass::draw(params.forward, work, shared, drawer);
     }
   } else {
-    device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
+    device::registers_grow<Registers<Pass::kHelps>::kOfConsumer>();
     Pass::consume(params, work, states, sums, shared, group - 1);
   }
 }
@@ -305,24 +335,46 @@ struct RowBlock {
 };
 constexpr int kRowThreads = 256;
 
+// Whether some row of a tile sees some key.
+template <int kRows>
+__device__ __forceinline__ bool has_parts(const AttentionParams& f, const RowsOfHead& rows,
+                                          int32_t row0) {
+  const Span keys = key_span(f, rows.batch);
+  const int32_t end = min(row0 + kRows, rows.queries.used);
+  const auto seen =
+      device::tile_range<128>(f.mask.left, f.mask.right, row0, end, rows.queries.used, keys.used);
+  return seen.begin < seen.end;
+}
+
 template <DType kType, int kHeadDim>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_sm90_kernel(const __grid_constant__ BackwardParams params,
-                        const __grid_constant__ RowStates states, float* sums, int32_t blocks) {
+                        const __grid_constant__ RowStates states, float* sums, int32_t* counters,
+                        int32_t blocks) {
   device::wait_for_previous_kernel();
   device::release_next_kernel();
   const RowBlock block(params.forward, blocks);
+  if (counters != nullptr && blockIdx.x == 0 && threadIdx.x == 0) counters[0] = 0;
   if (block.row0 >= block.rows.queries.stored) return;
   const int64_t place =
       states.place(params.forward, block.rows.queries, block.rows.batch, block.rows.head) +
       block.row0;
+  if (counters != nullptr && threadIdx.x < kRowPad / kOrderRows)
+    counters[kOrderPad + place / kOrderRows + threadIdx.x] = 0;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int32_t row = block.row0 + 64 * half + static_cast<int32_t>(threadIdx.x) / 4;
     make_row_state<kType>(params, states, block.rows, row);
   }
-  float4* to = reinterpret_cast<float4*>(sums + place * kHeadDim);
-  for (int i = threadIdx.x; i < kRowPad * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
+  // With an order the first part of a tile is stored: only what has no part needs zeros.
+  const AttentionParams& f = params.forward;
+  constexpr int kRows = FusedPass<kType, kHeadDim, MaskKind::none, ScoreForm::plain>::kTile.m;
+#pragma unroll 1
+  for (int32_t row0 = block.row0; row0 < block.row0 + kRowPad; row0 += kRows) {
+    if (counters != nullptr && has_parts<kRows>(f, block.rows, row0)) continue;
+    float4* to = reinterpret_cast<float4*>(sums + (place + row0 - block.row0) * kHeadDim);
+    for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
+  }
 }
 
 template <DType kType, int kHeadDim>
@@ -378,13 +430,14 @@ void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& 
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   float* sums = states.delta + states.pitch * f.num_heads_q;
+  int32_t* counters = Pass::kOrders ? backward::counters_of<Pass>(f, states, sums) : nullptr;
   const int32_t row_blocks = device::ceil_div(f.seqlen_q, kRowPad);
   const unsigned rows = grid_blocks(int64_t{f.batch} * f.num_heads_q * row_blocks, "sm90");
   if (rows > 0) {
     launch_overlapping(backward::prepare_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,
-                       0, 9, stream, p, states, sums, row_blocks);
+                       0, 9, stream, p, states, sums, counters, row_blocks);
   }
-  const backward::KeySchedule schedule(f, Pass::kTile, kMask);
+  const backward::KeySchedule schedule(f, Pass::kTile, kMask, Pass::kOrders);
   const unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
   if (blocks > 0) {
     auto* kernel = backward::fused_sm90_kernel<Pass>;

@@ -15,17 +15,18 @@ struct KeySchedule {
   int32_t tiles, pairs, section;  // key tiles of the longest sequence; pairs in all, of a section
   bool clears;                    // what lies behind the last row of a sequence is not zeros
 
-  KeySchedule(const AttentionParams& f, Tile tile, MaskKind mask)
+  // ordered: those that wait for each other are few of many pairs, whose sums of dq fit in L2, too.
+  KeySchedule(const AttentionParams& f, Tile tile, MaskKind mask, bool ordered = false)
       : tiles(device::ceil_div(f.seqlen_kv, tile.n)),
         pairs(static_cast<int32_t>(grid_blocks(int64_t{f.batch} * f.num_heads_kv, "sm90"))),
         section(1),
         clears(f.cu_seqlens_q != nullptr || f.seqused_q != nullptr) {
     if (pairs == 0) return;  // without heads nothing is launched
-    constexpr int64_t kSectionBytes = 16 << 20;
-    int64_t pair_bytes = 2 * (int64_t{f.seqlen_q} + 1) * (f.head_dim + f.head_dim_v) *
-                         f.num_heads_q / f.num_heads_kv;
-    if (mask != MaskKind::none)
-      section = static_cast<int32_t>(device::ceil_div(kSectionBytes, pair_bytes));
+    const int64_t bytes = int64_t{16 << 20} << (ordered && f.seqlen_q > 1024);  // measured
+    int64_t pair_bytes = (ordered ? 4 : 2) * (int64_t{f.seqlen_q} + 1) *
+                         (f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
+    if (mask != MaskKind::none || ordered)
+      section = static_cast<int32_t>(device::ceil_div(bytes, pair_bytes));
     if (section > pairs) section = pairs;
   }
 };
@@ -40,12 +41,19 @@ struct KeyTiles {
       kFused ? sm90_fused_tile(kDims, kForm) : sm90_keys_tile(kDims, kForm);
   static constexpr int kSmemBytes = kFused ? sm90_fused_smem_bytes(kDims, kTile, kForm)
                                            : sm90_keys_smem_bytes(kDims, kTile, kForm);
+  // Which way the work goes where it has an order; else first keys and first rows first, and a head
+  // after the other.
+  static constexpr bool kOrders = sm90_is_ordered(kForm);
+  static constexpr bool kMixesHeads = kForm == ScoreForm::ordered_heads;
+  static constexpr bool kLastKeysFirst = kOrders && kTile.m == 128;
+  static constexpr bool kLastRowsFirst = kOrders && !kLastKeysFirst;
+  static constexpr int kPartBytes = sm90_part_bytes(kDims, kTile, kForm);  // a part of dQ
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
   static constexpr bool kIsBiased = kForm == ScoreForm::biased;
   static constexpr int kBiasBytes = sm90_bias_bytes(kTile.m, kTile.n, kForm);  // a stage of Q
   // P^T is packed when dx^T is made: registers are few.
-  static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
+  static constexpr bool kPacksLate = (kDrops || kOrders) && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -56,7 +64,7 @@ struct KeyTiles {
   using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); a bias
-  // (stage, panel, m, 64), which comes with Q; what crosses between the groups; lse, Delta (stage, m);
+  // (stage, panel, m, 64), which comes with Q; what crosses between the groups, and parts of dQ that wait for their turn; lse, Delta (stage, m);
   // what dropout keeps, which comes with dO; barriers. K comes with the first Q, V with the first dO.
   struct Shared {
     uint32_t k, v, q, dout, bias, crossing, planes, kept_bits, barriers;
@@ -67,11 +75,12 @@ struct KeyTiles {
       dout = q + kTile.stages * kQBytes;
       bias = dout + kTile.stages * kDoutBytes;
       crossing = bias + kTile.stages * kBiasBytes;
-      planes = crossing + (kCrosses ? 2 * kCrossingBytes : 0);
+      planes = crossing + (kCrosses ? kCrossings * kCrossingBytes + 2 * kPartBytes : 0);
       kept_bits = planes + kTile.stages * 2 * kPlaneBytes;
       barriers = kept_bits + kTile.stages * kKeptBytes;
     }
-    static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
+    static constexpr int kCrossings = kOrders ? 1 : 2;
+    static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of these buffers
     __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
     __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
     __device__ uint32_t bias_stage(int s) const { return bias + s * kBiasBytes; }
@@ -82,6 +91,12 @@ struct KeyTiles {
     __device__ uint32_t q_empty(int s) const { return q_full(kTile.stages + s); }
     __device__ uint32_t dout_full(int s) const { return q_full(2 * kTile.stages + s); }
     __device__ uint32_t dout_empty(int s) const { return q_full(3 * kTile.stages + s); }
+    // Ordered: two parts of dQ; both groups have read dx; behind the barriers the CTA's ticket.
+    __device__ uint32_t part(int s) const { return crossing + kCrossingBytes + s * kPartBytes; }
+    __device__ uint32_t part_full(int s) const { return q_full(4 * kTile.stages + s); }
+    __device__ uint32_t part_empty(int s) const { return q_full(4 * kTile.stages + 2 + s); }
+    __device__ uint32_t crossing_empty() const { return q_full(4 * kTile.stages + 4); }
+    __device__ uint32_t ticket() const { return q_full(4 * kTile.stages + 5); }
 
     __device__ void init_barriers() const {
       if (threadIdx.x != 0) return;
@@ -94,7 +109,7 @@ struct KeyTiles {
       device::barrier_init_fence();
     }
   };
-  static_assert(32 * kTile.stages + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
+  static_assert(32 * kTile.stages + 48 + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
 
   // 3. What a CTA works on
   struct Work {
@@ -110,6 +125,7 @@ struct KeyTiles {
       batch = pair / f.num_heads_kv;
       kv_head = pair % f.num_heads_kv;
       key0 = within / width * kTile.n;
+      if constexpr (kLastKeysFirst) key0 = (s.tiles - 1) * kTile.n - key0;
       group = f.num_heads_q / f.num_heads_kv;
       clears = s.clears;
       queries = query_span(f, batch);
@@ -189,10 +205,19 @@ struct KeyTiles {
     Ring<kTile.stages> ring(1);
     bool fresh = true;
 #pragma unroll 1
-    for (int32_t head = first_head; head < first_head + work.group; ++head) {
-      const int64_t place = states.place(f, work.queries, work.batch, head);
+    for (int32_t outer = kMixesHeads ? work.range.begin : first_head;
+         outer < (kMixesHeads ? work.range.end : first_head + work.group); ++outer) {
+      int32_t head = outer;
+      int64_t place = kMixesHeads ? 0 : states.place(f, work.queries, work.batch, head);
 #pragma unroll 1
-      for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
+      for (int32_t inner = kMixesHeads ? first_head : work.range.begin;
+           inner < (kMixesHeads ? first_head + work.group : work.range.end); ++inner) {
+        const int32_t at = kMixesHeads ? outer : inner;
+        const int32_t tile = kLastRowsFirst ? work.range.begin + work.range.end - 1 - at : at;
+        if constexpr (kMixesHeads) {
+          head = inner;
+          place = states.place(f, work.queries, work.batch, head);
+        }
         BoxPlace box = rows;
         box.row += tile * kTile.m;
         const int s = ring.stage();

@@ -49,6 +49,7 @@ struct BackwardSchedule {
   int32_t chunk_keys;  // keys of a part of the work
   int32_t num_chunks;  // parts of the longest sequence
   void* workspace;     // as large as the plan says; contents undefined
+  bool in_order;       // sm90: parts of dq are added in the order of the keys
 };
 
 // Whether more than one ds is summed into an element of dbias.
