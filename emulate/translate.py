@@ -124,7 +124,8 @@ def instruction(template: str, sections: list[str]) -> str:
     if not lines:  # what only the optimiser reads
         return "static_cast<void>(0)"
     match = re.fullmatch(r"([a-z][\w.:]*)\s*(.*)", lines[0], re.DOTALL) if lines else None
-    if len(lines) != 1 or match is None:
+    reads_a_special_register = "%%" in template
+    if len(lines) != 1 or match is None or reads_a_special_register:
         return f'::emulate::fail("this PTX is not emulated: {" ".join(template.split())}")'
     operands = [word for word in re.split(r"[\s,{}\[\]]+", match[2]) if word]
     given = [values[int(word[1:])] if word[0] == "%" else word for word in operands]
