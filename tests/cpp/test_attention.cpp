@@ -41,7 +41,8 @@ std::vector<Instance> instances() {
     bool on_cuda = std::isdigit(
         static_cast<unsigned char>(info.arch[0]));  // "80;90;90-ptx"; the CPU's name an ISA
     if (std::string(info.op) != "attention" || !on_cuda) continue;
-    if (std::string(info.dtype) == "float8_e4m3fn") continue;  // tests/float8
+    const std::string codes = info.dtype;
+    if (codes == "float8_e4m3fn" || codes == "int8") continue;  // tests/float8
     for (const std::string& dtype : values(info.dtype, {"float32", "float16", "bfloat16"}))
       for (const std::string& mask : values(info.mask, {"none", "causal", "window"}))
         for (const std::string& score : values(info.score, {"identity", "scored"})) {
