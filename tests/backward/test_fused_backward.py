@@ -65,15 +65,16 @@ TAKEN = {
     "dropout": {"dropout_p": 0.1, "dropout_seed": 3},
     "dropout, wide": {"dim": 96, "dropout_p": 0.1, "dropout_seed": 3},
 }
+ORDERED = {"deterministic": True, "backend": "sm90"}  # by name: of few blocks as well
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
     "few keys": {"keys": LENGTH - 1},
-    "deterministic, dropout": {"deterministic": True, "dropout_p": 0.1, "dropout_seed": 3},
-    "deterministic, softcap": {"deterministic": True, "softcap": 30.0},
-    "deterministic, few rows": {"deterministic": True, "rows": LENGTH - 1},
-    "deterministic, window": {"deterministic": True, "window": (100, 0)},
+    "deterministic, dropout": {**ORDERED, "dropout_p": 0.1, "dropout_seed": 3},
+    "deterministic, softcap": {**ORDERED, "softcap": 30.0},
+    "deterministic, few rows": {**ORDERED, "rows": LENGTH - 1},
+    "deterministic, window": {**ORDERED, "window": (100, 0)},
     "batch_invariant": {"batch_invariant": True},
-    "both": {"batch_invariant": True, "deterministic": True},
+    "both": {**ORDERED, "batch_invariant": True},
     "no dq": {"need": ("dk", "dv")},
     "dq alone": {"need": ("dq",)},
     "window": {"window": (100, 0)},
@@ -96,8 +97,7 @@ PLAIN = [name for name in TAKEN if not {"softcap", "ALiBi"} & {name} and "dropou
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plan_orders_it(name):
-    options = {**TAKEN[name], "backend": "sm90"}
-    plan, any_order = explain(**{**options, "deterministic": True}), explain(**options)
+    plan, any_order = explain(**{**TAKEN[name], **ORDERED}), explain(**TAKEN[name])
     assert is_fused(plan)
     assert is_ordered(plan)
     assert not is_ordered(any_order)
