@@ -163,9 +163,9 @@ Vec times_logistic(Vec x, Vec z) {
 
 Vec gelu(Vec x) {
   Vec z = (x < 0.0f ? -x : x) * 0.70710678f;
-  Vec t = 1.0f / (1.0f + 0.5f * z), q = splat(erfcx_term(kErfcxTerms - 1));
-  for (int i = kErfcxTerms - 2; i >= 0; --i) q = q * t + erfcx_term(i);
-  Vec tail = 0.5f * q * t * exp2_negative(-z * z, kLog2e);
+  Vec t = 1.0f / (1.0f + 0.5f * z), q = splat(half_erfcx_term<kErfcxTerms>(kErfcxTerms - 1));
+  for (int i = kErfcxTerms - 2; i >= 0; --i) q = q * t + half_erfcx_term<kErfcxTerms>(i);
+  Vec tail = q * t * exp2_negative(-z * z, kLog2e);
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 

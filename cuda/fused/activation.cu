@@ -15,31 +15,50 @@ __device__ __forceinline__ float times_logistic(float x, float z) {
   return x * rcp_approx(1.0f + exp2_approx(-kLog2e * z));
 }
 
-// x times the normal distribution function of x, right to 1e-5 of itself far below 0 too.
+// x times the normal distribution function of x, right to `kTerms` (erfcx_term) of itself far below 0
+// too.
+template <int kTerms>
 __device__ __forceinline__ float gelu(float x) {
-  float z = fabsf(x) * 0.70710678f;
-  float t = rcp_approx(fmaf(z, 0.5f, 1.0f)), q = erfcx_term(kErfcxTerms - 1);
+  float t = rcp_approx(fmaf(fabsf(x), 0.35355339f, 1.0f)), q = half_erfcx_term<kTerms>(kTerms - 1);
 #pragma unroll
-  for (int i = kErfcxTerms - 2; i >= 0; --i) q = fmaf(q, t, erfcx_term(i));
-  float tail = 0.5f * q * t * exp2_approx(-kLog2e * z * z);
+  for (int i = kTerms - 2; i >= 0; --i) q = fmaf(q, t, half_erfcx_term<kTerms>(i));
+  float tail = q * t * exp2_approx(-0.5f * kLog2e * x * x);
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-template <Activation kActivation>
+template <DType kType, Activation kActivation>
 __device__ __forceinline__ float activated(float x) {
   if constexpr (kActivation == Activation::silu) return times_logistic(x, x);
-  if constexpr (kActivation == Activation::gelu) return gelu(x);
+  if constexpr (kActivation == Activation::gelu)
+    return gelu<kType == DType::f32 ? kErfcxTerms : kNarrowErfcxTerms>(x);
   // tanh(y) = 2 logistic(2 y) - 1
   return times_logistic(x, kGeluTanh * fmaf(kGeluCube * x * x, x, x));
+}
+
+// Adds the bias of a piece, which is read by 16 bytes where `aligned` says that it lies so.
+template <DType kType, int kSize>
+__device__ __forceinline__ void add_bias(const Element<kType>* bias, bool aligned,
+                                         float (&x)[kSize]) {
+  float y[kSize];
+  if (aligned) {
+    PackedPiece<kType, kSize>::load(bias).unpack(y);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = to_float(bias[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) x[j] += y[j];
 }
 
 template <DType kType, int kSize, Activation kActivation, bool kGated>
 __global__ void __launch_bounds__(kThreads) activate(const __grid_constant__ ActivationParams p) {
   using T = Element<kType>;
+  using P = PackedPiece<kType, kSize>;
   int64_t pieces = p.columns / kSize, total = p.rows * pieces;
   int64_t first = int64_t{blockIdx.x} * (kThreads * kPieces) + threadIdx.x;
   bool is_small = total <= 0xffffffff;  // division of 64 bits takes three times as long
-  Piece<T, kSize> a[kPieces], b[kPieces];
+  bool aligned = reinterpret_cast<uintptr_t>(p.bias) % alignof(P) == 0;
+  P a[kPieces], b[kPieces];
   int64_t row[kPieces], column[kPieces];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -49,26 +68,27 @@ __global__ void __launch_bounds__(kThreads) activate(const __grid_constant__ Act
         is_small ? static_cast<uint32_t>(index) / static_cast<uint32_t>(pieces) : index / pieces;
     column[i] = (index - row[i] * pieces) * kSize;
     const T* x = static_cast<const T*>(p.x) + row[i] * p.x_stride + column[i];
-    a[i] = load_piece<kSize>(x);
-    if constexpr (kGated) b[i] = load_piece<kSize>(x + p.columns);
+    a[i] = P::load(x);
+    if constexpr (kGated) b[i] = P::load(x + p.columns);
   }
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     if (first + i * kThreads >= total) continue;
     const T* bias = static_cast<const T*>(p.bias) + column[i];
     float y[kSize];
+    a[i].unpack(y);
+    if (p.bias != nullptr) add_bias<kType>(bias, aligned, y);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      float left = to_float(a[i].x[j]);
-      if (p.bias != nullptr) left += to_float(bias[j]);
-      y[j] = activated<kActivation>(left);
-      if constexpr (kGated) {
-        float right = to_float(b[i].x[j]);
-        if (p.bias != nullptr) right += to_float(bias[p.columns + j]);
-        y[j] *= right;
-      }
+    for (int j = 0; j < kSize; ++j) y[j] = activated<kType, kActivation>(y[j]);
+    if constexpr (kGated) {
+      float right[kSize];
+      b[i].unpack(right);
+      if (p.bias != nullptr) add_bias<kType>(bias + p.columns, aligned, right);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) y[j] *= right[j];
     }
-    store_piece(static_cast<T*>(p.out) + row[i] * p.out_stride + column[i], y);
+    a[i].pack(y);
+    a[i].store(static_cast<T*>(p.out) + row[i] * p.out_stride + column[i]);
   }
 }
 

@@ -109,6 +109,21 @@ def test_activations(device, dtype, act, rng):
             assert (error <= limit).all(), (columns, (error / limit).max())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_a_bias_begins(device, dtype, rng):
+    """At 16 bytes or not, the bits are the same."""
+    values, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((3, 64), (64,)))
+    for act in ACTIVATIONS:
+        for function in (cuattn.act_mul, cuattn.bias_act):
+            x, found = Arena(device).put(values), []
+            for offset in (0, b.itemsize):
+                buffer = device.buffer(b.nbytes + 16)
+                bias = device.view(buffer, b.dtype, offset, b.shape, (1,))
+                device.write(bias, b)
+                found.append(device.numpy(function(x, bias=bias, act=act)))
+            assert np.array_equal(found[0], found[1]), (act, function)
+
+
 def test_activations_at_the_ends(device):
     x = np.float32([[-1e30, -200.0, -88.0, -0.0, 0.0, 200.0, 1e30, np.nan]])
     for act in ACTIVATIONS:
