@@ -87,8 +87,8 @@ PARTS = {
     ),
     "backward": Part(
         "`attention_backward`, and dropout of `attention`",
-        stages=NATIVE,
-        objects=(*BACKWARD, "test_backward_cuda.cpp"),
+        stages=(*NATIVE, "watchdog"),
+        objects=(*BACKWARD, "test_backward_*.cpp", "stress.cu"),
         python=(
             "test_backward.py",
             "test_two_pass_backward.py",

@@ -196,11 +196,11 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     typename Base::Mod mod(f, 0, 0, 0, 0);
     Ring ring(0);
     [[maybe_unused]] device::Ring<2> own_parts(0);
-    auto& parts = [&]() -> device::Ring<2>& {  // of dQ: with two stages, as these go
+    auto& parts = *[&] {  // of dQ: with two stages, as these go
       if constexpr (kTile.stages == 2)
-        return ring;
+        return &ring;
       else
-        return own_parts;
+        return &own_parts;
     }();
     Fragments x;
     uint32_t shared_grads = shared.crossing;

@@ -25,8 +25,7 @@ struct KeySchedule {
     const int64_t bytes = int64_t{16 << 20} << (ordered && f.seqlen_q > 1024);  // measured
     int64_t pair_bytes = (ordered ? 4 : 2) * (int64_t{f.seqlen_q} + 1) *
                          (f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
-    if (mask != MaskKind::none || ordered)
-      section = static_cast<int32_t>(device::ceil_div(bytes, pair_bytes));
+    if (mask != MaskKind::none) section = static_cast<int32_t>(device::ceil_div(bytes, pair_bytes));
     if (section > pairs) section = pairs;
   }
 };
@@ -64,8 +63,9 @@ struct KeyTiles {
   using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); a bias
-  // (stage, panel, m, 64), which comes with Q; what crosses between the groups, and parts of dQ that wait for their turn; lse, Delta (stage, m);
-  // what dropout keeps, which comes with dO; barriers. K comes with the first Q, V with the first dO.
+  // (stage, panel, m, 64), which comes with Q; what crosses between the groups, and parts of dQ that
+  // wait for their turn; lse, Delta (stage, m); what dropout keeps, which comes with dO; barriers. K
+  // comes with the first Q, V with the first dO.
   struct Shared {
     uint32_t k, v, q, dout, bias, crossing, planes, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {

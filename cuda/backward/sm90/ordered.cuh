@@ -166,7 +166,11 @@ struct Adder {
         const uint32_t counter = kOrderPad + block;
         const int32_t rank = ranks.at(step);
         device::barrier_wait(shared.part_full(ring.stage()), ring.parity());
-        while (!is_turn(counters + counter, rank)) settle<0>();
+        const device::Watchdog watchdog;
+        while (!is_turn(counters + counter, rank)) {
+          settle<0>();
+          watchdog.check();
+        }
         begin_turn();
         float* to = sums + int64_t{block} * (kOrderRows * Pass::kDims.qk);
         const uint32_t part = shared.part(ring.stage());

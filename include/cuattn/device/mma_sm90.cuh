@@ -64,6 +64,27 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
+// Of other waits: made before one, asked in its loop.
+class Watchdog {
+#ifdef CUATTN_WATCHDOG
+ public:
+  __device__ __forceinline__ void check() const {
+    if (now() - begin_ > 2'000'000'000) __trap();
+  }
+
+ private:
+  static __device__ __forceinline__ uint64_t now() {
+    uint64_t nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+  }
+  uint64_t begin_ = now();
+#else
+ public:
+  __device__ __forceinline__ void check() const {}
+#endif
+};
+
 // A place in a ring of kCount stages, or of as many as a launch says (kCount 0). Its barriers are
 // waited for in the parity of the round: `first_parity` 0 for who waits for what others bring, 1
 // for who brings it.
