@@ -13,7 +13,8 @@ import re
 import sys
 
 if sys.argv[1:] != ["gpu"]:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
     os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={sys.argv[1]}"
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
 os.environ["JAX_PLATFORMS"] = "cpu"
 
