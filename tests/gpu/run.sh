@@ -189,7 +189,8 @@ run_stage() {
   timed "$1.$2" "$3" "$2"
   [ -z "$dry" ] || return 0
   if [ "$took" -ge "$3" ] && [ "$3" -lt "$limit" ]; then
-    echo "$1 $2: cut short by CUATTN_GPU_SECONDS, not recorded"
+    echo "$1 $2: cut short by CUATTN_GPU_SECONDS, not recorded; it said last:"
+    tail -qn 2 "$work/logs/$1.$2.log"* | cut -c1-200
   elif ! flock "$work/lock" $record stage "$1" "$2" $(where); then
     tail -n 40 "$work/logs/$1.$2.log"
     echo "$1 $2" >>"$work/failed"
