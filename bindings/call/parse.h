@@ -45,7 +45,20 @@ inline int64_t parse_seed(const char* op, const char* name, nb::handle value, bo
   return seed;
 }
 
+// A tensor whose gradient would be lost on its way to a number.
+inline void refuse_tracked_number(const char* op, const char* name, nb::handle value) {
+  nb::object tracked = nb::getattr(value, "requires_grad", nb::none());
+  if (tracked.ptr() != Py_True ||
+      nb::module_::import_("torch").attr("is_grad_enabled")().ptr() != Py_True)
+    return;
+  const char* instead = std::strcmp(name, "scale") == 0 ? "multiply q by it, or pass " : "pass ";
+  raise(PyExc_NotImplementedError, op, ": ", name,
+        " requires grad, but no gradient goes through it; ", instead, name, ".item()");
+}
+
 inline double parse_double(const char* op, const char* name, nb::handle value) {
+  if (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr()))
+    refuse_tracked_number(op, name, value);
   // numpy turns a complex number into a real one with no more than a warning.
   bool is_complex = !PyFloat_Check(value.ptr()) && nb::hasattr(value, "dtype") &&
                     text_of(nb::object(value.attr("dtype"))).find("complex") != std::string::npos;

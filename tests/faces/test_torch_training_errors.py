@@ -160,6 +160,54 @@ def test_pages_and_their_caches_have_no_gradient():
             cuattn.paged_attention(rows[:1], k_cache, k_cache, tables, used)
 
 
+def sdpa_call(q, k, v, scale):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return cuattn.torch.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def flash_call(q, k, v, scale):
+    from cuattn.compat import flash_attn
+
+    return flash_attn.flash_attn_func(*(x.bfloat16() for x in (q, k, v)), softmax_scale=scale)
+
+
+NUMBERS = {  # of which no gradient is known
+    "scale": lambda q, k, v, x: cuattn.attention(q, k, v, scale=x),
+    "softcap": lambda q, k, v, x: cuattn.torch.attention(q, k, v, softcap=x),
+    "scale of SDPA": sdpa_call,
+    "softmax_scale": flash_call,
+    "scale of flex": lambda q, k, v, x: cuattn.flex_attention(q, k, v, scale=x),
+    "weight_offset": lambda q, k, v, x: cuattn.rms_norm(q, k[0, 0, 0], weight_offset=x),
+}
+
+
+TRACKED = [(name, of_q) for name in NUMBERS for of_q in (False, True)]
+TRACKED.remove(("weight_offset", True))  # x of rms_norm has no gradient either
+
+
+@pytest.mark.parametrize(("name", "of_q"), TRACKED)
+def test_a_number_that_requires_grad(name, of_q):
+    """It would stay without a gradient; as a number it may be given."""
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    number = torch.nn.Parameter(torch.tensor(0.3))
+    with pytest.raises(NotImplementedError, match=f"{name.split()[0]} requires grad, but no grad"):
+        NUMBERS[name](q.clone().requires_grad_(of_q), k, v, number)
+    with torch.no_grad():
+        got = NUMBERS[name](q, k, v, number)
+    assert torch.equal(got, NUMBERS[name](q, k, v, number.item()))
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+@pytest.mark.parametrize("function", [cuattn.attention, cuattn.torch.attention])
+def test_a_scale_that_requires_grad(function, name):
+    codes = cuattn.quantize(*(torch.randn(1, 20, 2, 16) for _ in range(3))).arrays
+    scale = torch.ones(1, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=f"{name} requires grad, but no gradient goes"):
+        function(*codes, **{name: scale})
+    with torch.no_grad():
+        assert not function(*codes, **{name: scale}).requires_grad
+
+
 def test_a_gradient_of_the_wrong_shape_is_torchs_to_refuse():
     out = cuattn.torch.attention(*leaves_of())
     for bad in (torch.zeros(2, 5, 4, 15), torch.zeros(5, 4, 16)):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arrays import wants_gradient
 from ..torch.eager import rows_in_order
 from ..torch.ops import traced
 
@@ -105,6 +106,10 @@ def window_of(op: str, window_size: Any) -> tuple[int, int]:
 
 def number_of(op: str, name: str, value: Any, way_out: str) -> float:
     """Read a finite number."""
+    if wants_gradient(value):
+        raise NotImplementedError(
+            f"{op}: {name} requires grad, but no gradient goes through it; pass {name}.item()"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError):

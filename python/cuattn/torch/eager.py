@@ -28,6 +28,7 @@ RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_atten
 BACKWARD = {forward: op for op, forward in FORWARD.items()}
 SIZES = {op: OPS[op].positional[3:] for op in RUN}
 TAKEN = {op: {o.name for o in forward_options(BACKWARD[op])} | {*SIZES[op]} for op in RUN}
+NUMBERS = {o.name for op in RUN for o in options_of(op) if o.kind in ("number", "scale")}
 DEFAULTS = {op: {o.name: o.default_of(op) for o in options_of(op)} for op in RUN}
 ROWS = GRADIENTS[:3]
 ALL_ROWS = (True, True, True, False)  # ctx.needs_input_grad: q, k, v, call
@@ -63,6 +64,18 @@ def refuse_float8(op: str) -> None:
         f"{op}: no gradient goes through float8_e4m3fn; compute with bfloat16 where one is wanted, "
         "or call it under torch.no_grad()"
     )
+
+
+def refuse_lost_gradients(op: str, options: dict[str, Any]) -> None:
+    """Raise for a number or scale of codes that requires grad, as it would get none."""
+    for name, x in options.items():
+        if name in NUMBERS and isinstance(x, Tensor) and x.requires_grad:
+            instead = "multiply q by it, or pass" if name == "scale" else "pass"
+            plain = "detach" if name.endswith("_scale") else "item"
+            raise NotImplementedError(
+                f"{op}: {name} requires grad, but no gradient goes through it; {instead} "
+                f"{name}.{plain}()"
+            )
 
 
 def refuse_wide(op: str, q: Tensor, v: Tensor) -> None:
@@ -240,6 +253,7 @@ def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         refuse_wide(op, q, v)
     if not options:
         return apply(q, k, v, (op, sizes, options, False, None))
+    refuse_lost_gradients(op, options)
     defaults = DEFAULTS[op]  # cuattn.attention hands on every option it has
     given = {n: x for n, x in options.items() if x is not None and x is not defaults.get(n)}
     find, wants_lse = given.get, given.pop("return_lse", False)

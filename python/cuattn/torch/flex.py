@@ -15,7 +15,7 @@ from .._gradients import GRADIENT_OF
 from .._options import PLACES
 from ..flex.memo import TENSORS, mark_of
 from ..flex.trace import Traced, is_array, trace
-from .eager import observed, refuse_tangents
+from .eager import observed, refuse_lost_gradients, refuse_tangents
 
 NAME = "flex_attention"
 
@@ -175,6 +175,7 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any) -> 
             "torch.func or a tensor subclass looks on; call it outside, or under torch.no_grad()"
         )
     captured = [] if score is None else score.arrays
+    refuse_lost_gradients(NAME, arguments)
     names = tuple(n for n in GRADIENT_OF if isinstance(arguments.get(n), Tensor))
     arrays = tuple(x for x in captured if isinstance(x, Tensor) and x.requires_grad)
     options = {n: x for n, x in arguments.items() if n not in names}

@@ -28,6 +28,7 @@ from .eager import (
     on_16_bytes,
     out_dtype,
     refuse_float8,
+    refuse_lost_gradients,
     refuse_wide,
 )
 from .eager import empty_out as empty_out
@@ -328,6 +329,8 @@ def run_op(
         if not UNTRACED[op].keys().isdisjoint(options):
             options = without_untraced(op, options)
         return attend(op, arguments, options)
+    if torch.is_grad_enabled():
+        refuse_lost_gradients(op, options)
     rest = without_untraced(op, options)
     unknown = [name for name in rest if name not in NAMED[op]]
     if unknown:
