@@ -306,3 +306,26 @@ def test_a_state_of_another_library_may_hold_a_seed_of_64_bits(rng):
     state.values[0] += 1
     with pytest.raises(RuntimeError, match=r"of shape \(2,\) that was written since"):
         out.sum().backward()
+
+
+def test_a_captured_tensor_that_vmap_maps_over_is_refused_with_the_way_out():
+    q = torch.ones(1, 9, 2, 16)
+    calls = (
+        lambda x: cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: x[i] == x[j]),
+        lambda x: cuattn.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + x[j]),
+        lambda x: cuattn.create_block_mask(lambda b, h, i, j: x[i] == x[j], None, None, 9, 9),
+        torch.func.grad(
+            lambda x: cuattn.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + x[j]).sum()
+        ),
+    )
+    message = (
+        r"flex_attention: a captured array of shape \(9,\) is batched by torch.func.vmap, .* a "
+        "part of the batch, or call flex_attention in a loop"
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.vmap(call)(torch.zeros(3, 9))
+    zeros = torch.zeros(9)  # one for all, which nothing maps over
+    mod = lambda s, b, h, i, j: s + zeros[j]  # noqa: E731
+    out = torch.func.vmap(lambda x: cuattn.flex_attention(q, q, q, score_mod=mod) + x)(zeros)
+    assert torch.equal(out[1], cuattn.flex_attention(q, q, q))

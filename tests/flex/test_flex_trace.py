@@ -128,6 +128,68 @@ def test_what_changes_inside_an_object_a_class_or_a_tensor_is_no_stale_trace():
         flex.trace(mask)
 
 
+NUMBER = 5
+LOOK = eval
+
+
+def importing(b, h, q, k):
+    from flex_settings import window
+
+    return q - k <= window
+
+
+def importing_within(b, h, q, k):
+    def distance():
+        import flex_settings
+
+        return flex_settings.window
+
+    return q - k <= distance()
+
+
+def test_what_a_function_imports_or_looks_up_is_no_stale_trace(monkeypatch):
+    """Nothing tells whether it is the same, so that nothing is kept."""
+    settings = types.ModuleType("flex_settings")
+    monkeypatch.setitem(sys.modules, "flex_settings", settings)
+    masks = (
+        importing,
+        importing_within,
+        flex.masks.and_masks(importing, lambda b, h, q, k: k <= 9),
+        lambda b, h, q, k: q - k <= __import__("flex_settings").window,
+        lambda b, h, q, k: q - k <= importlib.import_module("flex_settings").window,
+        lambda b, h, q, k: q - k <= globals()["NUMBER"],
+        lambda b, h, q, k: q - k <= eval("NUMBER"),
+        lambda b, h, q, k: q - k <= LOOK("NUMBER"),
+        lambda b, h, q, k, look=eval: q - k <= (lambda: look("NUMBER"))(),
+    )
+    for mask in masks:
+        for number in (5, 6):
+            settings.window = number
+            monkeypatch.setitem(globals(), "NUMBER", number)
+            assert f"<= {number})" in str(flex.trace(mask))
+    for kept in (
+        flex.masks.and_masks(within(4), flex.masks.causal()),
+        lambda b, h, q, k: k < max(3, 4),
+    ):
+        assert flex.trace(kept) is flex.trace(kept)
+
+
+def test_windows_of_ready_masks_do_not_count_the_own_key():
+    i, j = np.arange(30)[:, None] + 20, np.arange(50)
+    near, every = (i - j >= 0) & (i - j <= 8), (i - j) % 3 == 0
+    for mask, want in (
+        (flex.masks.sliding_window(8), near),
+        (flex.masks.streaming(8, 2), near | (j < 2)),
+        (flex.masks.dilated(3, 8), near & every),
+        (flex.masks.dilated(3), (i >= j) & every),
+    ):
+        traced = flex.trace(mask)
+        values = {"b": 0, "h": 0, "q": i - 20, "k": j, "q_len": 30, "kv_len": 50}
+        np.testing.assert_array_equal(evaluate(Host(traced), traced.expr, values), want)
+    assert near.sum(1).tolist() == [9] * 30
+    assert (near & every).sum(1).tolist() == [8 // 3 + 1] * 30
+
+
 def test_a_number_means_what_it_means_in_python():
     last, wide = -1, 10**12
     for mask, text in (
@@ -272,6 +334,20 @@ def test_what_cannot_be_written_down_is_refused_with_the_way_out(name):
     function, words = REFUSED[name]
     with pytest.raises(flex.TraceError, match=words):
         flex.trace(function)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_array_behind_an_attribute_is_refused_with_the_way_out(library):
+    zeros = pytest.importorskip(library).zeros
+    model = types.SimpleNamespace(ids=zeros(9), bias=zeros((2, 9)))
+    for mask in (
+        lambda b, h, q, k: model.ids[q] == model.ids[k],
+        lambda b, h, q, k: model.bias[h, k] > 0,
+        lambda b, h, q, k: model.bias[1, k] > 0,
+    ):
+        message = r"mask_mod .*an attribute.* to a local before the function is defined"
+        with pytest.raises(flex.TraceError, match=message):
+            flex.trace(mask)
 
 
 def test_a_score_function_returns_a_score():

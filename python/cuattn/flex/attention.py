@@ -118,8 +118,8 @@ def flex_attention(
 
 def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:
     """Whether q is a tensor of torch, and autograd is to differentiate by one of all."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor) or not torch.is_grad_enabled():
+    torch: Any = sys.modules.get("torch")
+    if not isinstance(q, getattr(torch, "Tensor", ())) or not torch.is_grad_enabled():
         return False
     return any(getattr(x, "requires_grad", False) for x in (q, *others))
 

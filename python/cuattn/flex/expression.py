@@ -125,6 +125,8 @@ class Operand:
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), given: Any = None) -> Any:
+        if function.__name__ in ("__getitem__", "__setitem__"):  # of a tensor not captured
+            Operand.__index__(args[1])
         return call(function.__name__.strip("_"), args, given or {})
 
     def abs(self) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .lengths import parameters
+
 MaskMod = Callable[..., Any]
 
 
@@ -103,7 +105,11 @@ def chunked(size: int) -> MaskMod:
 
 
 def dilated(step: int, window: int = -1) -> MaskMod:
-    """Return causal at every `step`-th key, of the last `window` keys; -1 is all."""
+    """Return causal at every `step`-th key, as far back as `window` keys; -1 is all.
+
+    The query's own key is one: query at i sees j = i, i - step, ... with j >= i - window, which are
+    ``window // step + 1``.
+    """
     require("dilated", 1, step=step)
     require("dilated", -1, window=window)
     limit = 2**30 if window < 0 else window
@@ -116,7 +122,11 @@ def dilated(step: int, window: int = -1) -> MaskMod:
 
 
 def streaming(window: int, sinks: int = 4) -> MaskMod:
-    """Return causal of the last `window` keys and the first `sinks` (arXiv:2309.17453)."""
+    """Return causal of `window` keys before the query's own place, and the first `sinks`.
+
+    A query at i sees i - window <= j <= i, as `sliding_window` does: ``window + 1`` keys with its
+    own. A cache of n recent tokens, as in arXiv:2309.17453, is window = n - 1.
+    """
     require("streaming", window=window, sinks=sinks)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any, kv_len: Any) -> Any:
@@ -205,8 +215,6 @@ def require_functions(name: str, *masks: Any) -> None:
 
 def with_lengths(mask: MaskMod) -> Callable[..., Any]:
     """Return a mask function that takes both lengths by place, whether it names them or not."""
-    from .lengths import parameters
-
     asked = parameters(mask)
 
     def ask(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:

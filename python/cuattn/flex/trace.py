@@ -10,8 +10,11 @@ of them as constants. Functions inside are rebuilt too, so `and_masks(*masks)` w
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import hashlib
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,7 +46,7 @@ from .expression import (
 )
 from .lengths import parameters
 from .text import listing
-from .tracers import Unknown, is_jax_tracer, original
+from .tracers import Unknown, is_jax_tracer, original, refuse_batched
 
 MAX_AXES = 2
 FOREIGN = ("numpy", "torch", "jax", "cupy", "math", "cuattn")  # whose functions run as they are
@@ -195,12 +198,17 @@ READY = ("cuattn.flex.masks", "cuattn.flex.scores")  # whose functions make mask
 MODS = (*READY, "cuattn.flex.block_mask", "torch.nn.attention.flex_attention")
 
 
-def names_of(code: types.CodeType) -> Iterator[str]:
-    """List the globals that a function and the functions inside it may read."""
-    yield from code.co_names
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """List the code of a function and of the functions inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_of(constant)
+            yield from codes_of(constant)
+
+
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """List the globals that a function and the functions inside it may read."""
+    return itertools.chain.from_iterable(inner.co_names for inner in codes_of(code))
 
 
 class Rebuilder:
@@ -213,6 +221,7 @@ class Rebuilder:
 
     def capture(self, array: Any) -> Captured:
         """Return what stands for an array."""
+        refuse_batched(array)
         kind, shape = dtype_name(array), tuple(array.shape)
         if kind not in KINDS:
             raise TraceError(
@@ -387,9 +396,22 @@ def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
 # What was traced is kept with the function, and found again if all it reaches is the same. Nothing
 # is kept where it reaches what may change inside: objects with attributes, classes, modules.
 
+# Builtins that read what neither a closure nor the names of a function tell.
+LOOKUPS = frozenset(("__import__", "eval", "exec", "globals", "locals", "open", "vars"))
+IMPORT = dis.opmap["IMPORT_NAME"]
+HIDDEN = object()  # stands for what they read, and what an import inside a function does
 VALUES = (str, bytes, bool, type(None), type(...), np.generic, np.dtype, np.ufunc)
-SETTLED = (*VALUES, types.CodeType, types.BuiltinFunctionType)
+SETTLED = (*VALUES, types.CodeType)
 memory: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
+
+
+def looks_elsewhere(f: types.FunctionType) -> bool:
+    """Whether a function imports, or names a builtin that reads what `reach` does not list."""
+    known = f.__globals__  # where another function may have the name of a builtin
+    return any(
+        IMPORT in code.co_code[::2] or any(n in LOOKUPS and n not in known for n in code.co_names)
+        for code in codes_of(f.__code__)
+    )
 
 
 def reach(x: Any, seen: dict[int, int] | None = None) -> Iterator[Any]:
@@ -401,6 +423,8 @@ def reach(x: Any, seen: dict[int, int] | None = None) -> Iterator[Any]:
     seen[id(x)] = len(seen)
     if isinstance(x, types.FunctionType) and is_own(x):
         yield x.__code__
+        if looks_elsewhere(x):
+            yield HIDDEN
         for cell in x.__closure__ or ():
             try:
                 yield from reach(cell.cell_contents, seen)
@@ -433,6 +457,8 @@ def parts_of(x: Any) -> tuple[Any, ...] | None:
 
 def is_settled(x: Any) -> bool:
     """Whether something that a function reaches stays as it is, or is looked at in each call."""
+    if isinstance(x, types.BuiltinFunctionType):
+        return not any(x is getattr(builtins, name) for name in LOOKUPS)
     if is_array(x) or is_number(x) or isinstance(x, SETTLED):
         return True
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)

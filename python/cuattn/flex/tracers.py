@@ -25,8 +25,29 @@ class Unknown:
 
 def is_jax_tracer(x: Any) -> bool:
     """Whether something stands for an array while JAX traces."""
-    jax = sys.modules.get("jax")
-    return isinstance(x, Unknown) or (jax is not None and isinstance(x, jax.core.Tracer))
+    core = getattr(sys.modules.get("jax"), "core", None)
+    return isinstance(x, (Unknown, getattr(core, "Tracer", ())))
+
+
+def is_batched(x: Any) -> bool:
+    """Whether torch.func.vmap maps over a tensor, within other transforms too."""
+    torch: Any = sys.modules.get("torch")
+    if not isinstance(x, getattr(torch, "Tensor", ())):
+        return False
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x) and not functorch.is_batchedtensor(x):
+        x = functorch.get_unwrapped(x)
+    return bool(functorch.is_batchedtensor(x))
+
+
+def refuse_batched(x: Any) -> None:
+    """Refuse a tensor that torch.func.vmap maps over, whose numbers the host cannot read."""
+    if is_batched(x):
+        raise NotImplementedError(
+            f"flex_attention: a captured array of shape {tuple(x.shape)} is batched by "
+            "torch.func.vmap, which has no rule for flex_attention; make the mapped axis a part of "
+            "the batch, or call flex_attention in a loop"
+        )
 
 
 def original(x: Any) -> Any:
@@ -38,7 +59,7 @@ def runs_in_xla(x: Any) -> bool:
     """Whether JAX traces an array, or it is one of JAX that lies on no CPU."""
     if is_jax_tracer(x):
         return True
-    jax = sys.modules.get("jax")
-    if jax is None or not isinstance(x, jax.Array):
+    array: Any = getattr(sys.modules.get("jax"), "Array", ())
+    if not isinstance(x, array):
         return False
     return any(device.platform != "cpu" for device in x.devices())
