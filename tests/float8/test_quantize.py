@@ -390,3 +390,32 @@ def test_jax_gives_nearly_the_same(rng):
     np.testing.assert_allclose(
         back, cuattn.dequantize(np.asarray(codes), np.asarray(scale), dtype="float32"), rtol=1e-6
     )
+
+
+def test_jax_refuses_gradients_but_of_what_is_stopped():
+    jax = pytest.importorskip("jax")
+    x, scale, mean = jax.numpy.ones((1, 20, 2, 16)), jax.numpy.ones(1), jax.numpy.ones((2, 16))
+    codes = cuattn.quantize_like(x, 0.5)
+
+    def numbers(codes, scale):
+        return cuattn.dequantize(codes, scale, dtype="float32")
+
+    for name, function, array in (
+        ("quantize", lambda y: cuattn.quantize(y, x, x).q_scale, x),
+        ("quantize", lambda y: cuattn.quantize(x, x, y).v_scale, x),
+        ("quantize", lambda y: cuattn.quantize(x, x, x, key_mean=y).lse_shift, mean),
+        ("quantize", lambda y: numbers(cuattn.quantize_like(y, 0.5), 0.5), x),
+        ("quantize", jax.jit(lambda y: numbers(cuattn.quantize_like(x, y), 0.5)), scale),
+        ("dequantize", lambda y: numbers(codes, y), scale),
+        ("dequantize", lambda y: numbers(y.astype(codes.dtype), 0.5), x),
+    ):
+        message = f"{name}: no gradient goes through {name}; pass jax.lax.stop_gradient"
+        message = message.replace("quantize:", "quantize(_like)?:")
+        with pytest.raises(NotImplementedError, match=message):
+            jax.grad(lambda y, function=function: function(y).sum())(array)
+        with pytest.raises(NotImplementedError, match=message):
+            jax.jvp(function, (array,), (array,))
+    stopped = lambda y: numbers(cuattn.quantize_like(jax.lax.stop_gradient(y), 0.5), 0.5)  # noqa: E731
+    for function in (stopped, jax.jit(stopped)):
+        np.testing.assert_array_equal(jax.grad(lambda y, f=function: (y * f(y)).sum())(x), x)
+    np.testing.assert_array_equal(jax.vmap(stopped)(x[None])[0], x)

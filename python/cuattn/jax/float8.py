@@ -6,6 +6,7 @@ The protocol is that of `_core.quantize`; the formulas are those of docs/fp8.md.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..float8 import NUMBERS
-from .call import is_array, refuse
+from .call import is_array, no_gradient, refuse
 from .fused import flag, number
 
 MOST_DIM, DIM_STEP = 256, 16
@@ -21,6 +22,25 @@ LARGEST, MOST_INT8 = 448.0, 127.0
 BLOCK = 128
 LEAST = float(np.finfo(np.float32).tiny)
 NUMBERS_TEXT = "float32, float16 or bfloat16"
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def undifferentiated(op: str, x: Any) -> Any:
+    """Return an array as it is; a gradient of it is refused."""
+    return x
+
+
+def refuse_gradient(op: str, primals: Any, tangents: Any) -> Any:
+    """Refuse a gradient, which would be rounded to float8 on its way."""
+    raise no_gradient(op, "gradient")
+
+
+undifferentiated.defjvp(refuse_gradient)
+
+
+def constant(op: str, *given: Any) -> tuple[Any, ...]:
+    """Return arguments of which those that JAX traces have no gradient."""
+    return tuple(undifferentiated(op, x) if isinstance(x, jax.core.Tracer) else x for x in given)
 
 
 def check_rows(op: str, x: jax.Array, layout: str) -> None:
@@ -184,6 +204,7 @@ def quantize(
     if str(x.dtype) not in NUMBERS:
         raise ValueError(f"{op}: x must be {NUMBERS_TEXT}, got {x.dtype}; cast it")
     flag(op, "hadamard", hadamard)
+    x, scale, mean, shift_mean = constant(op, x, scale, mean, shift_mean)
     wide = heads_first(x, layout).astype(jnp.float32)
     if not isinstance(scale, tuple):
         scale = checked_scale(op, scale, wide.shape, channels)
@@ -223,6 +244,7 @@ def dequantize(
     refuse(op, out=out, stream=stream)
     check_rows(op, x, layout)
     flag(op, "channels", channels)
+    x, scale = constant(op, x, scale)
     if x.dtype == jnp.uint8:
         x = jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
     if x.dtype not in (jnp.float8_e4m3fn, jnp.int8):
