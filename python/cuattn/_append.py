@@ -7,6 +7,7 @@ from typing import Any
 
 from ._arrays import Operations
 from ._kv_shapes import BLOCK_SIZE_AXIS, KV_LAYOUTS
+from ._rope import no_pair
 
 array_types: set[type] = set()  # those that were found to be arrays
 
@@ -111,9 +112,7 @@ def check_rope(
 ) -> tuple[Any, Any]:
     """Refuse tables and positions that cannot be meant; return cos and sin in q's library."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
-        raise TypeError(
-            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
-        )
+        raise TypeError(no_pair(op, rope))
     for table in rope:
         if not hasattr(table, "__dlpack__"):
             raise TypeError(

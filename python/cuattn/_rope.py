@@ -49,10 +49,16 @@ def has_rope(op: str, arguments: dict[str, Any]) -> bool:
                 )
         return False
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
-        raise TypeError(
-            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
-        )
+        raise TypeError(no_pair(op, rope))
     return True
+
+
+def no_pair(op: str, rope: Any) -> str:
+    """Say what a rope is that is no pair of tables."""
+    found, way_out = type(rope).__name__, "pass a tuple"
+    if isinstance(rope, (tuple, list)):
+        found, way_out = f"a {found} of {len(rope)}", "pass what rope_table gives"
+    return f"{op}: rope must be two arrays (cos, sin), got {found}; {way_out}"
 
 
 def rotation(op: str, name: str, *arguments: Any) -> Any:

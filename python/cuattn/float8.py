@@ -56,9 +56,16 @@ class QuantizedQKV:
         Raises
         ------
         ValueError
-            `scale`, `layout` or a scale of float8, which are settled; after smoothing also softcap
-            and sinks, for which scores less a constant are not the same.
+            Packed arrays; `scale`, `layout` or a scale of float8, which are settled; after
+            smoothing also softcap and sinks, for which scores less a constant are not the same.
         """
+        if len(self.q.shape) == 3:
+            more = "" if self.lse_shift is None else ", and add lse_shift to its lse"
+            raise ValueError(
+                "QuantizedQKV.attention: q must have 4 axes, got packed arrays of shape "
+                f"{tuple(self.q.shape)}; call attention_varlen(*qkv.arrays, ..., scale=qkv.scale, "
+                f"**qkv.scales){more}"
+            )
         for name in ("scale", "layout", *self.scales):
             given = options.pop(name, None)
             if given is not None:
@@ -159,12 +166,14 @@ def quantize(
     >>> qkv.attention(causal=True).dtype
     dtype(bfloat16)
     """
+    check_layout(layout)
     check_modes(mode, v_mode, q)
     check_smoothing(smooth_k, key_mean, scale)
     v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
     of_q, of_k, of_v = sizes_of("q", q, layout), sizes_of("k", k, layout), sizes_of("v", v, layout)
     check_agreement(of_q, of_k, of_v)
     batch, _, heads_kv, dim = of_k
+    check_mean(key_mean, batch, heads_kv, dim)
     int8 = mode == "int8"
     mean: Any = key_mean
     if key_mean is not None:
@@ -172,16 +181,18 @@ def quantize(
     elif smooth_k:
         mean = (batch, heads_kv, dim)
     shape = shape_of(mode, of_k, heads_kv, k)
-    k_codes, k_scale, made_mean, _ = run(
-        k, layout, hadamard, shape, mean=mean, int8=int8, stream=stream
+    k_codes, k_scale, made_mean, _ = run_as(
+        "quantize", "k", k, layout, hadamard, shape, mean=mean, int8=int8, stream=stream
     )
     shape = shape_of(mode, of_q, heads_kv, q)
     shift_mean = made_mean if key_mean is None else mean
-    q_codes, q_scale, _, shift = run(
-        q, layout, hadamard, shape, shift_mean=shift_mean, int8=int8, stream=stream
+    q_codes, q_scale, _, shift = run_as(
+        "quantize", "q", q, layout, hadamard, shape, shift_mean=shift_mean, int8=int8, stream=stream
     )
     shape, channels = shape_of(v_mode, of_v, heads_kv, v), v_mode == "channel"
-    v_codes, v_scale, _, _ = run(v, layout, False, shape, channels, columns=True, stream=stream)
+    v_codes, v_scale, _, _ = run_as(
+        "quantize", "v", v, layout, False, shape, channels, columns=True, stream=stream
+    )
     if shift is not None:
         shift = scaled(shift, dim**-0.5 if scale is None else scale, stream)
         shift = shift[0] if len(getattr(q, "shape", ())) == 3 else shift
@@ -225,10 +236,10 @@ def quantize_like(
     """
     if isinstance(scale, (tuple, list)):  # a tuple is a shape to `run`
         raise TypeError(
-            f"quantize: scale must be a number or a float32 array, got {scale!r}; make an array of "
-            "it, in the library of x"
+            f"quantize_like: scale must be a number or a float32 array, got {scale!r}; make an "
+            "array of it, in the library of x"
         )
-    return run(x, layout, hadamard, scale, stream=stream)[0]
+    return run_as("quantize_like", "x", x, layout, hadamard, scale, stream=stream)[0]
 
 
 def dequantize(
@@ -284,12 +295,17 @@ def dequantize(
             f"dequantize: dtype must be float32, float16 or bfloat16, got {dtype!r}; choose one of "
             "these"
         )
-    result = _core.dequantize(x, scale, layout, channels, dtype, out, stream)
-    if result is not NotImplemented:
-        return result
-    from .jax import float8
+    arguments = x, scale, layout, channels, dtype, out, stream
+    try:
+        result = _core.dequantize(*arguments)
+        if result is not NotImplemented:
+            return result
+        from .jax import float8
 
-    return float8.dequantize(x, scale, layout, channels, dtype, out, stream)
+        return float8.dequantize(*arguments)
+    except ValueError as error:
+        refuse_channels(x, scale, channels, str(error))
+        raise
 
 
 def run(
@@ -315,6 +331,40 @@ def run(
     return float8.quantize(x, layout, hadamard, scale, channels, mean, shift_mean, int8, stream)
 
 
+def run_as(op: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Run for a function that calls the array `name`, and raise in its words."""
+    try:
+        return run(*arguments, **options)
+    except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+        message = str(error)
+        words = in_words_of(op, name, message)
+        if words == message:  # an error of another library may take more than a message
+            raise
+        raise type(error)(words) from None
+
+
+def in_words_of(op: str, name: str, message: str) -> str:
+    """Put the function and arguments of a caller in place of those of `run`."""
+    function, colon, text = message.partition(": ")
+    if function != "quantize" or not colon:
+        return message  # of a producer of arrays
+    words = {"x": name, "mean": "key_mean", "shift_mean": "key_mean"}
+    argument, space, rule = text.partition(" ")
+    rule = rule.replace(" like x", f" like {name}")
+    return f"{op}: {words.get(argument, argument)}{space}{rule}"
+
+
+def refuse_channels(x: Any, scale: Any, channels: Any, message: str) -> None:
+    """Raise, for scales of channels that were not said to be, what says so."""
+    shape: Any = getattr(scale, "shape", ())
+    rule, cut, _ = message.rpartition("; allocate it so")
+    of_channels = len(shape) == 3 and shape[-1] == x.shape[-1] and not channels
+    if cut and of_channels and rule.startswith("dequantize: scale must have shape"):
+        raise ValueError(
+            f"{rule}; pass channels=True for scales of channels, (batch, heads, dim)"
+        ) from None
+
+
 def scaled(shift: Any, factor: Any, stream: Any) -> Any:
     """Multiply in place, where the library can, on the stream that `shift` was made on."""
     if stream is None or is_jax(shift):
@@ -325,10 +375,22 @@ def scaled(shift: Any, factor: Any, stream: Any) -> Any:
     return shift
 
 
+def check_layout(layout: Any) -> None:
+    """Refuse a layout before axes are read by it."""
+    if not isinstance(layout, str):
+        raise TypeError(f"quantize: layout must be a string, got {layout!r}; pass a str")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(
+            f"quantize: layout must be 'bshd' or 'bhsd', got {layout!r}; choose one of these"
+        )
+
+
 def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
     """Refuse words that are none, and what packed arrays have no scales for."""
     for name, word, known in (("mode", mode, MODES), ("v_mode", v_mode, V_MODES)):
-        if word is not None and not (isinstance(word, str) and word in known):
+        if word is None and name == "v_mode":
+            continue
+        if not (isinstance(word, str) and word in known):
             raise ValueError(
                 f"quantize: {name} must be one of {', '.join(map(repr, known))}, got {word!r}; "
                 "choose one of these"
@@ -360,6 +422,16 @@ def check_smoothing(smooth_k: Any, key_mean: Any, scale: Any) -> None:
         raise TypeError(f"quantize: scale must be a number, got {scale!r}; pass that of attention")
     if not is_number(scale):
         raise ValueError(f"quantize: scale must be finite, got {scale!r}; pass that of attention")
+
+
+def check_mean(mean: Any, batch: int, heads: int, dim: int) -> None:
+    """Refuse a mean of the keys of another shape."""
+    shape = (heads, dim) if mean is None else tuple(mean.shape)
+    if shape[-2:] != (heads, dim) or (len(shape) == 3 and shape[0] not in (1, batch)):
+        raise ValueError(
+            f"quantize: key_mean must have shape (num_heads_kv, head_dim) = ({heads}, {dim}), got "
+            f"{shape}; pass the mean of these keys"
+        )
 
 
 def check_agreement(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:

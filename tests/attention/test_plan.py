@@ -325,12 +325,25 @@ def test_gpus_are_known_by_name():
         )
 
 
+DEVICES = "None, 'cpu', a CUDA device number, a GPU's name or a dict"
+
+
 @pytest.mark.parametrize(
     ("device", "exception", "text"),
     [
         ("gtx", ValueError, "explain: device must be None, 'cpu', a CUDA device number"),
         ({"major": 9}, ValueError, "missing ['minor', 'num_sms', 'smem_per_block_optin']"),
         ({**GPUS["A100"], "memory": 80}, ValueError, "unknown ['memory']"),
+        ({**GPUS["A100"], 1: 80, "x": 1}, ValueError, "unknown ['x', 1]"),
+        ({**GPUS["A100"], "major": "8"}, TypeError, "an integer as major, got '8'; pass an int"),
+        ({**GPUS["A100"], "name": 3}, TypeError, "a string as name, got 3; pass a str"),
+        ((9, 0), TypeError, f"explain: device must be {DEVICES}, got (9, 0); known names are a100"),
+        (1.5, TypeError, f"explain: device must be {DEVICES}, got 1.5; known"),
+        (b"h100", TypeError, f"explain: device must be {DEVICES}, got b'h100'; known"),
+        (True, TypeError, f"explain: device must be {DEVICES}, got True; known"),
+        (-1, ValueError, f"explain: device must be {DEVICES}, got -1; count GPUs from 0, and pass"),
+        (np.int32(-2), ValueError, "got -2; count GPUs from 0, and pass 'cpu' for the CPU"),
+        (2**40, ValueError, "got 1099511627776; count GPUs from 0"),
     ],
 )
 def test_devices_that_explain_cannot_read(device, exception, text):

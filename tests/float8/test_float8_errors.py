@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn import float8
 from float8_cases import F8
 
 
@@ -112,7 +113,7 @@ def test_attention_says_what_is_wrong(name):
     assert str(refused.value) == f"attention: {message}"
 
 
-X = ones(1, 20, 2, 32)
+X, CODES = ones(1, 20, 2, 32), codes(1, 20, 2, 32)
 QUANTIZE = {
     "mode": (lambda: cuattn.quantize(X, X, X, mode="token"), ValueError,
         "quantize: mode must be one of 'tensor', 'head', 'block', 'int8', got 'token'; choose one "
@@ -121,30 +122,31 @@ QUANTIZE = {
         "quantize: q must have 3 or 4 axes, got shape (2, 32); pass [total, heads, dim] or the "
         "axes of layout"),
     "dtype": (lambda: cuattn.quantize_like(X.astype(np.float64), 1.0), ValueError,
-        "quantize: x must be float32, float16 or bfloat16, got float64; cast it"),
+        "quantize_like: x must be float32, float16 or bfloat16, got float64; cast it"),
     "dim": (lambda: cuattn.quantize_like(X[..., :24], 1.0), ValueError,
-        "quantize: x must have dim a multiple of 16 up to 256, got 24; pad it with zeros"),
+        "quantize_like: x must have dim a multiple of 16 up to 256, got 24; pad it with zeros"),
     "scale_of_0": (lambda: cuattn.quantize_like(X, 0.0), ValueError,
-        "quantize: scale must hold finite numbers above 0, got 0; value = stored * scale"),
+        "quantize_like: scale must hold finite numbers above 0, got 0; value = stored * scale"),
     "scale_shape": (lambda: cuattn.quantize_like(X, ones(3)), ValueError,
-        "quantize: scale must have shape (1,), (heads,), (batch, heads), each with 2 heads or a "
-        "divisor of it, or (batch, heads, ceil(rows / 128)) = (1, 2, 1), got (3,); allocate it so"),
+        "quantize_like: scale must have shape (1,), (heads,), (batch, heads), each with 2 heads or "
+        "a divisor of it, or (batch, heads, ceil(rows / 128)) = (1, 2, 1), got (3,); allocate it "
+        "so"),
     "back_from_floats": (lambda: cuattn.dequantize(X, 1.0), ValueError,
         "dequantize: x must be float8_e4m3fn, got float32; cast it"),
     "back_to_itself": (lambda: cuattn.dequantize(K, 1.0, out=K), ValueError,
         "dequantize: out must be float32, float16 or bfloat16, got float8_e4m3fn; cast it"),
     "scale_of_a_tuple": (lambda: cuattn.quantize_like(X, (1, 2)), TypeError,
-        "quantize: scale must be a number or a float32 array, got (1, 2); make an array of it, in "
-        "the library of x"),
+        "quantize_like: scale must be a number or a float32 array, got (1, 2); make an array of "
+        "it, in the library of x"),
     "scale_of_none": (lambda: cuattn.quantize_like(X, None), TypeError,
-        "quantize: scale must be a number, got None; pass a float"),
+        "quantize_like: scale must be a number, got None; pass a float"),
     "x_of_none": (lambda: cuattn.quantize_like(None, 1.0), TypeError,
-        "quantize: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
-        "NoneType; convert it first"),
+        "quantize_like: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__),"
+        " got NoneType; convert it first"),
     "layout_of_none": (lambda: cuattn.quantize(X, X, X, layout=None), TypeError,
         "quantize: layout must be a string, got None; pass a str"),
     "hadamard_of_none": (lambda: cuattn.quantize_like(X, 1.0, hadamard=None), TypeError,
-        "quantize: hadamard must be True or False, got None; pass a bool"),
+        "quantize_like: hadamard must be True or False, got None; pass a bool"),
     "smooth_k_of_1": (lambda: cuattn.quantize(X, X, X, smooth_k=1), TypeError,
         "quantize: smooth_k must be True or False, got 1; pass a bool"),
     "key_mean_of_a_list": (lambda: cuattn.quantize(X, X, X, key_mean=[1.0]), TypeError,
@@ -169,8 +171,33 @@ QUANTIZE = {
         "dequantize: dtype must be float32, float16 or bfloat16, got 'float64'; choose one of "
         "these"),
     "list": (lambda: cuattn.quantize_like([1.0], 1.0), TypeError,
-        "quantize: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
-        "list; convert it first"),
+        "quantize_like: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__),"
+        " got list; convert it first"),
+    "mode_of_none": (lambda: cuattn.quantize(X, X, X, mode=None), ValueError,
+        "quantize: mode must be one of 'tensor', 'head', 'block', 'int8', got None; choose one of "
+        "these"),
+    "q_of_float64": (lambda: cuattn.quantize(X.astype(np.float64), X, X), ValueError,
+        "quantize: q must be float32, float16 or bfloat16, got float64; cast it"),
+    "k_of_float64": (lambda: cuattn.quantize(X, X.astype(np.float64), X), ValueError,
+        "quantize: k must be float32, float16 or bfloat16, got float64; cast it"),
+    "v_of_24": (lambda: cuattn.quantize(X, X, X[..., :24]), ValueError,
+        "quantize: v must have dim a multiple of 16 up to 256, got 24; pad it with zeros"),
+    "key_mean_of_3_heads": (lambda: cuattn.quantize(X, X, X, key_mean=ones(3, 32)), ValueError,
+        "quantize: key_mean must have shape (num_heads_kv, head_dim) = (2, 32), got (3, 32); pass "
+        "the mean of these keys"),
+    "key_mean_of_float64": (lambda: cuattn.quantize(X, X, X, key_mean=np.ones((2, 32))),
+        ValueError, "quantize: key_mean must be float32, got float64; cast it"),
+    "layout_beside_a_mean": (
+        lambda: cuattn.quantize(X, X, X, key_mean=ones(2, 32), layout="nhd"), ValueError,
+        "quantize: layout must be 'bshd' or 'bhsd', got 'nhd'; choose one of these"),
+    "channels_unsaid": (lambda: cuattn.dequantize(CODES, ones(1, 2, 32)), ValueError,
+        "dequantize: scale must have shape (1,), (heads,), (batch, heads), each with 2 heads or a "
+        "divisor of it, or (batch, heads, ceil(rows / 128)) = (1, 2, 1), got (1, 2, 32); pass "
+        "channels=True for scales of channels, (batch, heads, dim)"),
+    "packed": (lambda: cuattn.quantize(X[0], X[0], X[0]).attention(), ValueError,
+        "QuantizedQKV.attention: q must have 4 axes, got packed arrays of shape (20, 2, 32); call "
+        "attention_varlen(*qkv.arrays, ..., scale=qkv.scale, **qkv.scales), and add lse_shift to "
+        "its lse"),
 }  # fmt: skip
 
 
@@ -182,7 +209,6 @@ def test_quantisation_says_what_is_wrong(name):
     assert str(refused.value) == message
 
 
-CODES = codes(1, 20, 2, 32)
 ALIKE = {
     "layout": lambda put: cuattn.quantize_like(put(X), 1.0, layout="nhd"),
     "axes": lambda put: cuattn.quantize_like(put(X[0, 0]), 1.0),
@@ -257,6 +283,29 @@ def test_jax_divides_by_scales(shape, rng):
     x = (ties * rows()[..., None]).astype(np.float32)
     expected = cuattn.quantize_like(x, scale).view(np.uint8)
     assert (by_jax(x, scale) == expected).all()
+
+
+def test_packed_arrays_go_where_the_message_says(rng):
+    x, ends = rng.standard_normal((20, 2, 32), np.float32), np.array([0, 20], np.int32)
+    qkv = cuattn.quantize(x, x, x)
+    out, lse = cuattn.attention_varlen(
+        *qkv.arrays, ends, ends, 20, 20, scale=qkv.scale, **qkv.scales, return_lse=True
+    )
+    one = cuattn.quantize(x[None], x[None], x[None])
+    want, want_lse = one.attention(return_lse=True)
+    assert np.array_equal(out.view(np.uint16), want[0].view(np.uint16))
+    assert np.allclose(lse + qkv.lse_shift, want_lse[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("message", ["a producer failed", "driver: x is gone", "quantize"])
+def test_what_others_say_is_kept_whole(message):
+    assert float8.in_words_of("quantize", "k", message) == message
+
+
+def test_the_device_that_is_wanted_is_that_of_the_named_array():
+    message = "quantize: mean must be on cpu like x, got cuda:0; move it there"
+    want = "quantize: key_mean must be on cpu like k, got cuda:0; move it there"
+    assert float8.in_words_of("quantize", "k", message) == want
 
 
 def test_what_smoothing_does_not_go_with():

@@ -144,6 +144,7 @@ def test_explain_says_what_comes_before():
 X = np.zeros((1, 4, 2, 32), np.float32)
 REFUSED = [
     (dict(rope=COS), TypeError, r"attention: rope must be two arrays \(cos, sin\), got ndarray"),
+    (dict(rope=(COS,)), TypeError, r"\(cos, sin\), got a tuple of 1; pass what rope_table gives"),
     (dict(rope_interleaved=True), ValueError, "attention: rope_interleaved must be left out"),
     (dict(rope_positions=X), ValueError, "attention: rope_positions must be left out without rope"),
     (dict(rope=(COS[:3], SIN[:3])), ValueError, "cos must have a row for each of the 4 tokens"),
@@ -157,7 +158,7 @@ def test_what_is_refused(options, error, message):
         cuattn.attention(X, X, X, **options)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED[:3])
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED[:4])
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_explain_refuses_what_is_no_rope(device, options, error, message):
     with pytest.raises(error, match=message):

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
+from .._arrays import is_jax
 from .build import info
 
 # Real GPUs that explain() may ask about by name:
@@ -34,6 +36,9 @@ CPU: dict[str, Any] = {
     "name": "cpu",
 }
 
+KINDS = "None, 'cpu', a CUDA device number, a GPU's name or a dict"
+NUMBERS = ("major", "minor", "num_sms", "smem_per_block_optin")  # that a dict must have
+MOST_NUMBER = 2**31 - 1  # of a CUDA device
 CUDA_DEVICE_TYPES = (2, 13)  # of DLPack: kDLCUDA, kDLCUDAManaged
 
 
@@ -41,19 +46,28 @@ def describe_device(device: str | dict[str, Any]) -> dict[str, Any]:
     """Fields of the C struct cuattn_device for a GPU named in DEVICES, or completed from a dict."""
     if isinstance(device, dict):
         known = {"is_cuda": True, "native": 1, "has_cublas": True, "name": "made up"}
-        missing = {"major", "minor", "num_sms", "smem_per_block_optin"} - set(device)
-        unknown = set(device) - {"major", "minor", "num_sms", "smem_per_block_optin", *known}
+        missing, unknown = set(NUMBERS) - set(device), set(device) - {*NUMBERS, *known}
         if missing or unknown:
             raise ValueError(
                 "explain: device must have major, minor, num_sms and smem_per_block_optin, "
-                f"missing {sorted(missing)}, unknown {sorted(unknown)}; complete the dict"
+                f"missing {sorted(missing)}, unknown {sorted(unknown, key=repr)}; complete the dict"
             )
-        return {**known, **device}
+        found = {**known, **device}
+        for name in (*NUMBERS, "native"):
+            if not is_integer(found[name]):
+                raise TypeError(
+                    f"explain: device must have an integer as {name}, got {found[name]!r}; pass "
+                    "an int"
+                )
+        if not isinstance(found["name"], str):
+            raise TypeError(
+                f"explain: device must have a string as name, got {found['name']!r}; pass a str"
+            )
+        return found
     word = device.lower().replace(" ", "")
     if word not in DEVICES:
         raise ValueError(
-            f"explain: device must be None, 'cpu', a CUDA device number, a GPU's name or a dict, "
-            f"got {device!r}; known names are {', '.join(DEVICES)}"
+            f"explain: device must be {KINDS}, got {device!r}; known names are {', '.join(DEVICES)}"
         )
     major, minor, num_sms, smem = DEVICES[word]
     return {
@@ -68,12 +82,14 @@ def describe_device(device: str | dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Tell an integer, numpy's too, from what only passes for one."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def without_memory(array: Any) -> Any:
     """Reduce a JAX array, whose memory is XLA's, to dtype and shape; keep anything else."""
-    jax = sys.modules.get("jax")
-    if jax is None or not isinstance(array, jax.Array):
-        return array
-    return (str(array.dtype), *array.shape)
+    return (str(array.dtype), *array.shape) if is_jax(array) else array
 
 
 def device_of_jax(q: Any) -> Any:
@@ -94,13 +110,23 @@ def place(device: int | str | dict[str, Any] | None, q: Any) -> tuple[int, dict[
             kind, number = q.__dlpack_device__()
             return (number if kind in CUDA_DEVICE_TYPES else -1), None
         return (0 if (info()["cuda"] or {}).get("devices") else -1), None
-    if device == "cpu":
+    if isinstance(device, str) and device == "cpu":
         return -1, CPU
-    if isinstance(device, int):
+    if is_integer(device):
+        number = int(device)
+        if not 0 <= number <= MOST_NUMBER:
+            raise ValueError(
+                f"explain: device must be {KINDS}, got {number}; count GPUs from 0, and pass 'cpu' "
+                "for the CPU"
+            )
         if not isinstance(q, tuple):
             raise ValueError(
                 "explain: device must be None, 'cpu', a GPU's name or a dict where q is an array, "
-                f"got {device}; pass shapes to ask about another device of this machine"
+                f"got {number}; pass shapes to ask about another device of this machine"
             )
-        return device, None
+        return number, None
+    if not isinstance(device, (str, dict)):
+        raise TypeError(
+            f"explain: device must be {KINDS}, got {device!r}; known names are {', '.join(DEVICES)}"
+        )
     return 0, describe_device(device)
