@@ -2,7 +2,8 @@
 """What this package asks of array libraries without a C interface for it; imports none of them.
 
 Every function here is called with arrays of the library in question, so that library is already
-loaded.
+loaded. Another one may be in sys.modules half imported, by another thread: it lacks names, and no
+array is one of its, as none is an instance of ().
 """
 
 from __future__ import annotations
@@ -126,8 +127,7 @@ class Operations:
 
 def is_jax(array: Any) -> bool:
     """Tell an array of JAX, or a tracer that stands for one."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(array, jax.Array)
+    return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
 
 
 def wants_gradient(array: Any) -> bool:
@@ -139,7 +139,7 @@ def library_module(array: Any) -> Any:
     """Return the module whose functions compute with an array; None where it is not known."""
     for name, kind in (("torch", "Tensor"), ("numpy", "ndarray"), ("cupy", "ndarray")):
         library = sys.modules.get(name)
-        if library is not None and isinstance(array, getattr(library, kind)):
+        if isinstance(array, getattr(library, kind, ())):
             return library
     namespace = getattr(array, "__array_namespace__", None)
     return None if namespace is None else namespace()

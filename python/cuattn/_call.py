@@ -81,8 +81,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
 
 def is_torch(array: Any) -> bool:
     """Whether an array is a tensor of torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def torch_face() -> Any:

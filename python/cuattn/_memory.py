@@ -141,8 +141,8 @@ def memory_of(op: str, like: Any) -> NumpyMemory:
         ("cupy", "ndarray", CupyMemory),
         ("numpy", "ndarray", NumpyMemory),
     ):
-        module = sys.modules.get(library)
-        if module is not None and isinstance(like, getattr(module, kind)):
+        # A library that another thread still imports has no class yet, and no arrays.
+        if isinstance(like, getattr(sys.modules.get(library), kind, ())):
             return memory(like)
     raise TypeError(
         f"{op}: like must be an array of numpy, torch or CuPy, which can be written in place, got "

@@ -32,8 +32,8 @@ class Place:
 
 def place_of(array: Any) -> np.ndarray | None:
     """Find where an array of numpy, torch or CuPy lies; None: nowhere, or nobody tells."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+    if isinstance(array, tensor):
         size = array.element_size()
         strides = [stride * size for stride in array.stride()]
         found = Place(array.data_ptr(), array.shape, strides, size)

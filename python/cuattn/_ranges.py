@@ -78,10 +78,16 @@ def nvtx_package() -> Any:
     return nvtx
 
 
+def loaded(name: str) -> Any:
+    """Return a module whose import has ended, in whatever thread it began; else None."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 def makers() -> list[Callable[[str], AbstractContextManager[Any]]]:
     """List what makes ranges now; loads no framework that the program has not loaded."""
     found: list[Callable[[str], AbstractContextManager[Any]]] = []
-    torch, cupy, nvtx = sys.modules.get("torch"), sys.modules.get("cupy"), nvtx_package()
+    torch, cupy, nvtx = loaded("torch"), loaded("cupy"), nvtx_package()
     if torch is not None:
         found.append(torch.profiler.record_function)
     if nvtx is not None:
@@ -101,7 +107,7 @@ def ranged(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is not None and torch.compiler.is_compiling():
             return function(*arguments, **options)  # a graph's ops have names of their own
         with ExitStack() as ranges:

@@ -81,8 +81,9 @@ def when_torch_compiles(function: Callable[[], None]) -> None:
 
 def refuse_jit_trace(op: str) -> None:
     """Raise within torch.jit.trace, which would record the memory of a result without the call."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch._C._is_tracing():
+    # What another thread still imports lacks names, and has made no arrays yet.
+    core = getattr(sys.modules.get("torch"), "_C", None)
+    if core is not None and core._is_tracing():
         raise NotImplementedError(
             f"{op}: torch.jit.trace cannot record it; use torch.compile or torch.export, or trace "
             "cuattn.torch.attention"
@@ -92,11 +93,12 @@ def refuse_jit_trace(op: str) -> None:
 def refuse_captured_tangents(op: str, captured: Iterable[Any]) -> None:
     """Raise for captured tensors of torch's forward mode, whose tangents nobody would carry on."""
     torch = sys.modules.get("torch")
-    if torch is None or torch.autograd.forward_ad._current_level < 0:
+    autograd = getattr(torch, "autograd", None)  # not there while another thread imports torch
+    if torch is None or autograd is None or autograd.forward_ad._current_level < 0:
         return
     for x in captured:
         is_tensor = isinstance(x, torch.Tensor)
-        if is_tensor and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        if is_tensor and autograd.forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{op}: a captured array has a tangent of forward-mode differentiation, which no "
                 "op of cuattn carries on; use reverse mode (backward, torch.func.vjp)"

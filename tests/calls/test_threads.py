@@ -228,3 +228,36 @@ call(again)
 np.testing.assert_array_equal(again, out)
 """
     run(program)
+
+
+HALF_IMPORTED = {
+    "attention": "cuattn.attention(x, x, x)",
+    "append_attention": "cuattn.append_attention(y, y, y, pages, pages.copy(), table, ones)",
+    "PagedKVCache": "cuattn.PagedKVCache(1, 64, 16, 2, 16, 'float32', like=x)",
+    "rope_table": "cuattn.rope_table(64, 16, like=x)",
+    "quantize": "cuattn.quantize(x, x, x, key_mean=x[0, 0])",
+    "explain": "cuattn.explain('attention', x, x, x, dropout_p=0.5, dropout_seed=1)",
+    "dropout": "cuattn.attention(x, x, x, dropout_p=0.5, dropout_seed=1)",
+    "flex": "cuattn.flex_attention(x, x, x, mask_mod=lambda b, h, i, j: i >= j)",
+    "lists": "cuattn.flex_attention(x, x, x, mask_mod=lambda b, h, i, j: z[i] == z[j])",
+}
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "cupy"])
+def test_calls_on_numpy_take_no_notice_of_a_half_imported_library(library):
+    """It is in sys.modules from the first line of its import on, before it has any name."""
+    run(f"""
+        import sys
+        import types
+
+        import numpy as np
+
+        import cuattn
+
+        sys.modules[{library!r}] = types.ModuleType({library!r})
+        x, pages = np.ones((1, 40, 2, 16), np.float32), np.zeros((4, 16, 2, 16), np.float32)
+        y, table, ones = x[:, 0], np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+        z = np.zeros(40, np.int32)
+        for call in {list(HALF_IMPORTED.values())!r}:
+            eval(call)
+    """)
