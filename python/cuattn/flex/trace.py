@@ -405,13 +405,18 @@ SETTLED = (*VALUES, types.CodeType)
 memory: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
+@functools.lru_cache(maxsize=1024)
+def lookups_of(code: types.CodeType) -> tuple[str, ...] | None:
+    """List the LOOKUPS that a function and those inside it name; None if one imports."""
+    if any(IMPORT in inner.co_code[::2] for inner in codes_of(code)):
+        return None
+    return tuple(name for name in names_of(code) if name in LOOKUPS)
+
+
 def looks_elsewhere(f: types.FunctionType) -> bool:
     """Whether a function imports, or names a builtin that reads what `reach` does not list."""
-    known = f.__globals__  # where another function may have the name of a builtin
-    return any(
-        IMPORT in code.co_code[::2] or any(n in LOOKUPS and n not in known for n in code.co_names)
-        for code in codes_of(f.__code__)
-    )
+    found = lookups_of(f.__code__)  # a name may be another function's
+    return found is None or (found != () and any(n not in f.__globals__ for n in found))
 
 
 def reach(x: Any, seen: dict[int, int] | None = None) -> Iterator[Any]:
