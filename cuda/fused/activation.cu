@@ -15,8 +15,7 @@ __device__ __forceinline__ float times_logistic(float x, float z) {
   return x * rcp_approx(1.0f + exp2_approx(-kLog2e * z));
 }
 
-// x times the normal distribution function of x, right to `kTerms` (erfcx_term) of itself far below 0
-// too.
+// x times the normal distribution function of x, which half_erfcx_term makes right far below 0, too.
 template <int kTerms>
 __device__ __forceinline__ float gelu(float x) {
   float t = rcp_approx(fmaf(fabsf(x), 0.35355339f, 1.0f)), q = half_erfcx_term<kTerms>(kTerms - 1);

@@ -24,3 +24,10 @@ def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_lay
     if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
+
+
+def in_words_of(op: str, words: dict[str, str], message: str) -> str:
+    """Put a caller and its arguments in place of what begins a message: function and argument."""
+    text = message.partition(": ")[2]
+    argument, space, rule = text.partition(" ")
+    return f"{op}: {words.get(argument, argument)}{space}{rule}"

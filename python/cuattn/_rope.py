@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _core
+from . import _checks, _core
 from ._arrays import wants_gradient
 from ._options import OPS, ROWS, options_of
 
@@ -77,13 +77,11 @@ def rotation(op: str, name: str, *arguments: Any) -> Any:
 
 def in_words_of(op: str, name: str, message: str) -> str:
     """Put the function and argument of another call in place of those of `apply_rope`."""
-    function, _, text = message.partition(": ")
-    if op == "apply_rope" or function not in ("apply_rope", op):
+    if op == "apply_rope" or message.partition(": ")[0] not in ("apply_rope", op):
         return message  # of a producer of arrays
     its = "rope_positions" if name == "q" else "positions_k"
     words = {"x": name, "positions": its, "interleaved": "rope_interleaved"}
-    argument, space, rule = text.partition(" ")
-    return f"{op}: {words.get(argument, argument)}{space}{rule}"
+    return _checks.in_words_of(op, words, message)
 
 
 def dense_lengths(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 from typing import TYPE_CHECKING, Any
 
-from . import _core
+from . import _checks, _core
 from ._arrays import Array, ArrayT, is_jax, operations
 from ._checks import check_flag
 from ._rope_scaling import is_number
@@ -345,13 +345,10 @@ def run_as(op: str, name: str, *arguments: Any, **options: Any) -> Any:
 
 def in_words_of(op: str, name: str, message: str) -> str:
     """Put the function and arguments of a caller in place of those of `run`."""
-    function, colon, text = message.partition(": ")
-    if function != "quantize" or not colon:
+    if not message.startswith("quantize: "):
         return message  # of a producer of arrays
     words = {"x": name, "mean": "key_mean", "shift_mean": "key_mean"}
-    argument, space, rule = text.partition(" ")
-    rule = rule.replace(" like x", f" like {name}")
-    return f"{op}: {words.get(argument, argument)}{space}{rule}"
+    return _checks.in_words_of(op, words, message.replace(" like x", f" like {name}"))
 
 
 def refuse_channels(x: Any, scale: Any, channels: Any, message: str) -> None:

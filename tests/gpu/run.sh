@@ -151,15 +151,16 @@ memcheck() {
 }
 
 # racecheck does not know copies that the TMA makes nor all that mbarriers order: who waits for whom in forward_sm90, in the
-# fused backward pass and in the test of rings is left to synccheck, the watchdog and bit-equal repetition. Groups that keep columns at once write
-# the same bytes side by side, as they are meant to; it looks at one after the other.
+# fused backward pass and in the test of rings is left to synccheck, the watchdog and bit-equal repetition. Groups that keep
+# columns at once write the same bytes side by side, as they are meant to; it looks at one after the other.
 racecheck() {
   local prefill=instance/sm90/,prefill_over_pages_auto,prefill_over_pages_sm90,sm90_ring,sm90_columns_are_kept_by_groups_at_once
   sanitize racecheck "/cublas/,$prefill,cuda_backward_sm90_fused" --racecheck-report all
 }
 # Nor does initcheck know what a TMA or bulk store has written.
 initcheck() { sanitize initcheck /cublas/,sm90_stmatrix_and_tma_store,cuda_backward_sm90_fused_in_order; }
-# At head_dim 96 the two groups of the fused backward pass meet at a named barrier from two places, which synccheck takes for divergence.
+# At head_dim 96 the two groups of the fused backward pass meet at a named barrier from two places, which synccheck takes for
+# divergence: there the watchdog and repetition are left.
 synccheck() { sanitize synccheck /cublas/,float16_d96_heads,float16_d96_groups; }
 
 # A second build, whose mbarrier waits trap after two seconds. Only 90a code waits so.
