@@ -47,6 +47,9 @@ struct AttentionArgs {
   nb::handle k_scale;
   nb::handle v_scale;
   nb::handle accumulate;
+  nb::handle rope;
+  nb::handle rope_positions;
+  nb::handle rope_interleaved;
   nb::handle num_splits;
   nb::handle batch_invariant;
   nb::handle return_lse;
@@ -93,6 +96,9 @@ struct AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
+      {"rope", &Args::rope},
+      {"rope_positions", &Args::rope_positions},
+      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -136,6 +142,9 @@ struct Attention : AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
+      {"rope", &Args::rope},
+      {"rope_positions", &Args::rope_positions},
+      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -183,6 +192,9 @@ struct AttentionVarlen : AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
+      {"rope", &Args::rope},
+      {"rope_positions", &Args::rope_positions},
+      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},

@@ -14,6 +14,7 @@
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/consumer.cuh"
 #include "cuda/attention/sm90/producer.cuh"
+#include "cuda/attention/sm90/rotate.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/scores.cuh"
 
@@ -57,13 +58,16 @@ struct ForwardSm90 {
   static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
+  // Warps that rotate Q, where a call asks for it: with a single Q tile the groups would wait for them.
+  static constexpr int kRotators =
+      kQStages > 1 && !kDrops && !Functor::kGiven && kMask != MaskKind::rows ? 2 : 0;
   static constexpr int kKeyAlign = 1;      // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // The producer loads V after K of the next tile, for that is the order of their use.
   static constexpr int kLag = 1;
   // What dropout keeps: a stage for a stage of K and V.
   static constexpr int kKeptBytes = kDrops ? sm90_kept_bytes(kTile.m, kTile.n) : 0;
-  static constexpr int kBarriers = 4 * kTile.stages + 15 + (kDrops ? 2 * kTile.stages : 0);
+  static constexpr int kBarriers = 4 * kTile.stages + 18 + (kDrops ? 2 * kTile.stages : 0);
   static_assert(8 * kBarriers + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
                     kPageLoaders * BlockIds<kTile.n>::kBytes <=
                 kSm90SmallBytes);
@@ -104,10 +108,11 @@ struct ForwardSm90 {
     __device__ uint32_t bias() const { return barriers - kBiasBytes; }
     __device__ uint32_t bias_full(int g) const { return other(11 + g); }
     __device__ uint32_t bias_empty(int g) const { return other(13 + g); }
+    __device__ uint32_t q_raw(int s) const { return other(15 + s); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
     __device__ uint32_t kept(int s) const { return barriers - (kTile.stages - s) * kKeptBytes; }
-    __device__ uint32_t kept_full(int s) const { return other(15 + s); }
-    __device__ uint32_t kept_empty(int s) const { return other(15 + kTile.stages + s); }
+    __device__ uint32_t kept_full(int s) const { return other(18 + s); }
+    __device__ uint32_t kept_empty(int s) const { return other(18 + kTile.stages + s); }
     __device__ uint32_t work(int s) const {
       return barrier(kBarriers) + s * static_cast<int>(sizeof(Work));
     }
@@ -124,16 +129,19 @@ struct ForwardSm90 {
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     // Here, for where roles part its values would leave uniform registers.
     const Shared shared(smem);
+    const bool rotates = kRotators > 0 && s.rotation.cos != nullptr;
     if (threadIdx.x == 0) {
       for (int i = 0; i < kQStages; ++i) {
-        device::barrier_init(shared.q_full(i), 1);
+        device::barrier_init(shared.q_raw(i), 1);
+        device::barrier_init(shared.q_full(i), rotates ? kRotators : 1);
         device::barrier_init(shared.q_empty(i), kWarps);
       }
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
                              kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
-                                 (kStagesBias && s.stages_bias) + kDrawers);
+                                 (kStagesBias && s.stages_bias) + kDrawers +
+                                 (rotates ? kRotators : 0));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -164,6 +172,8 @@ struct ForwardSm90 {
         Producer::draw(p, Shared(smem), warp - 2);
       } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
+      } else if (kRotators > 0 && warp >= 2 && s.rotation.cos != nullptr) {
+        if constexpr (kRotators > 0) RotateSm90<ForwardSm90>::run(p, s, Shared(smem), warp - 2);
       } else if (kStagesBias && warp == 2) {
         if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, shared);
       } else if (warp == 0 && device::elect_one()) {

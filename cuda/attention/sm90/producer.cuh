@@ -55,7 +55,9 @@ struct ProducerSm90 {
     const int32_t packed = Kernel::Asked::kGiven ? 1 : s.packed;
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
-      uint32_t full = shared.q_full(q_ring.stage());
+      uint32_t full = Kernel::kRotators > 0 && s.rotation.cos != nullptr
+                          ? shared.q_raw(q_ring.stage())
+                          : shared.q_full(q_ring.stage());
       if (leads) device::barrier_arrive_expect(full, Kernel::kQBytes);
 #pragma unroll
       for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
