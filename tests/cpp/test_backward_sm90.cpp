@@ -194,7 +194,7 @@ bool add_cases() {
             add_values({dtype, head_dim, heads_kv, causal}, ordered);
         const Shape longer = {DType::bf16, head_dim, heads_kv, causal, 3, 1800, 1800};  // 180 CTAs
         for (int free : {1, 2, 37})
-          add_repeats(longer, "with_" + std::to_string(free) + "_sms", 20, free);
+          add_repeats(longer, "with_" + std::to_string(free) + "_sms", 6, free);
         add_repeats(longer, "in_1000_repeats", 1000, 0);
       }
   return true;

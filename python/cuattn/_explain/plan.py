@@ -14,8 +14,9 @@ class Plan:
     0: by a plan made on the device. cluster thread blocks share the keys of a part and merge what
     they find on the chip; 1: none do. packed_heads query heads of a group share a tile; schedule
     says which CTA computes which tile. rotates_queries: with rope, q is rotated within the kernel,
-    where rows of the tables begin at multiples of 16 bytes. Of cascade_attention, kernel names those of the prefix and
-    of the pages, and tile, splits and schedule are the pages'; the ladder has both.
+    where rows of the tables begin at multiples of 16 bytes. Of cascade_attention, kernel names
+    those of the prefix and of the pages, and tile, splits and schedule are the pages'; the ladder
+    has both.
     """
 
     kernel: str
