@@ -39,7 +39,7 @@ CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* co
 /* Has cuattn_attention_run rotate q of a call that cuattn_attention_prepare prepared, within its kernel
  * and with the bits of cuattn_apply_rope; a query stands where the lengths of the call have it among its
  * keys, or where positions say. Of the options interleaved and positions count. *rotates 0: the kernel
- * of the call does not (sm90 does over rows, up to head_dim 128, without bias or dropout, where rows of
+ * of the call does not (sm90 does over rows, from head_dim 72 to 128, without softcap, ALiBi, bias and dropout, where rows of
  * the tables begin at multiples of 16 bytes); the call is as it was, cuattn_apply_rope rotates q before
  * it. The tables must live as the other arrays of the call. */
 CUATTN_API cuattn_status cuattn_attention_rotate(cuattn_attention_call* call, const DLTensor* cos,

@@ -34,7 +34,8 @@ RotateParams as_turned(const AttentionCall& call) {
 // The kernel reads the tables by 16 bytes.
 bool has_pieces(const RotateParams& p) {
   auto is_aligned = [](const float* table, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(table) % 16 == 0 && stride % 4 == 0;
+    return reinterpret_cast<uintptr_t>(table) % 16 == 0 && stride % 4 == 0 &&
+           std::abs(stride) <= INT32_MAX;
   };
   return p.rotary_dim % 8 == 0 && is_aligned(p.cos, p.cos_stride) &&
          is_aligned(p.sin, p.sin_stride);
@@ -64,8 +65,8 @@ bool rotate_queries(AttentionCall& call, const TensorView& cos, const TensorView
   constexpr int64_t kMost = INT32_MAX;
   call.rotation = {p.cos,
                    p.sin,
-                   p.cos_stride,
-                   p.sin_stride,
+                   static_cast<int32_t>(p.cos_stride),
+                   static_cast<int32_t>(p.sin_stride),
                    places.positions,
                    places.stride_batch,
                    places.stride_seq,

@@ -193,8 +193,10 @@ bool add_cases() {
           for (bool ordered : {false, true})
             add_values({dtype, head_dim, heads_kv, causal}, ordered);
         const Shape longer = {DType::bf16, head_dim, heads_kv, causal, 3, 1800, 1800};  // 180 CTAs
+        Shape shorter = longer;  // 60 CTAs: the problem is made on the host
+        shorter.batch = 1;
         for (int free : {1, 2, 37})
-          add_repeats(longer, "with_" + std::to_string(free) + "_sms", 6, free);
+          add_repeats(shorter, "with_" + std::to_string(free) + "_sms", 6, free);
         add_repeats(longer, "in_1000_repeats", 1000, 0);
       }
   return true;

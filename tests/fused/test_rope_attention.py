@@ -199,7 +199,7 @@ def test_paged_attention(device, q_len, rng):
 
 
 def test_explain_says_what_comes_before():
-    shape = (1, 8, 2, 32)
+    shape = (1, 8, 2, 128)
     plain = cuattn.explain("attention", shape, shape, shape, device="h100")
     plan = cuattn.explain("attention", shape, shape, shape, device="h100", rope=(COS, SIN))
     assert plan.kernel == plain.kernel
@@ -208,6 +208,7 @@ def test_explain_says_what_comes_before():
     for options in (
         {"rope": (COS[:, :11], SIN[:, :11])},
         {"backend": "sm80"},
+        {"softcap": 3.0},
         {"bias": (1, 1, 8, 8)},
         {"dropout_p": 0.5, "dropout_seed": 1},
         {"residual": shape},

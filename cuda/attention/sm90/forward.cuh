@@ -46,23 +46,29 @@ struct ForwardSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kRoom);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
+  // Warps that rotate Q, where a call asks for it. Not with a single Q tile, for which the groups would
+  // wait; elsewhere no registers are left for it.
+  static constexpr int kRotators = kQStages > 1 && kConsumers == 2 &&
+                                           kScore == ScoreKind::identity && !Functor::kGiven &&
+                                           kMask != MaskKind::rows
+                                       ? 2
+                                       : 0;
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
-  // With row ranges, who draws the work needs more.
-  static constexpr bool kLongDraw = kMask == MaskKind::rows;
+  // Who draws the work with row ranges needs more, and so do those who rotate.
+  static constexpr bool kLongProducer = kMask == MaskKind::rows || kRotators > 0;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160
                                             : kHasDrawGroup ? 208
-                                            : kLongDraw     ? 224
+                                            : kLongProducer ? 224
                                                             : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongDraw ? 56 : 40;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongProducer ? 56 : 40;
   static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
-  // Warps that rotate Q, where a call asks for it: with a single Q tile the groups would wait for them.
-  static constexpr int kRotators =
-      kQStages > 1 && !kDrops && !Functor::kGiven && kMask != MaskKind::rows ? 2 : 0;
   static constexpr int kKeyAlign = 1;      // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
+  static constexpr int kWantedToRotate =
+      16;  // the same, where the next Q is to be rotated meanwhile
   // The producer loads V after K of the next tile, for that is the order of their use.
   static constexpr int kLag = 1;
   // What dropout keeps: a stage for a stage of K and V.
@@ -173,7 +179,8 @@ struct ForwardSm90 {
       } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kRotators > 0 && warp >= 2 && s.rotation.cos != nullptr) {
-        if constexpr (kRotators > 0) RotateSm90<ForwardSm90>::run(p, s, Shared(smem), warp - 2);
+        if constexpr (kRotators > 0)
+          RotateSm90<ForwardSm90>::run(p, s, maps, Shared(smem), warp - 2);
       } else if (kStagesBias && warp == 2) {
         if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, shared);
       } else if (warp == 0 && device::elect_one()) {

@@ -13,7 +13,7 @@ namespace cuattn {
 // positions say.
 struct QueryRotation {
   const float *cos, *sin;                  // [max_position, half]; nullptr: q is not turned
-  int64_t cos_stride, sin_stride;          // between rows
+  int32_t cos_stride, sin_stride;          // between rows
   const int64_t* positions;                // [batch, seqlen_q], ragged [total_q]; or nullptr
   int64_t positions_batch, positions_seq;  // strides
   int32_t max_position, half;
