@@ -15,7 +15,7 @@
 #include "bindings/call/front.h"
 #include "bindings/call/options.h"
 #include "bindings/call/unlocked.h"
-#include "cuattn/c_api_fused.h"
+#include "cuattn/c_api.h"
 
 namespace cuattn::bindings {
 namespace {
@@ -36,41 +36,6 @@ struct AttentionArrays {
     optional.import(op, kAttentionArrays, args, stream, q, options);
   }
 };
-
-// What rotates q within the kernel.
-struct Rotation {
-  Array cos, sin;
-  std::optional<Array> positions;
-
-  // False for what Python is to rotate before the call, or to refuse in its own words.
-  bool ask(const char* op, const AttentionArgs& args, const CallStream& stream, const Array& q,
-           cuattn_attention_call& call) {
-    nb::object tables = nb::borrow(args.rope);
-    bool is_pair = nb::isinstance<nb::tuple>(tables) || nb::isinstance<nb::list>(tables);
-    if (!q.is_cuda() || !is_pair || nb::len(tables) != 2) return false;
-    cuattn_rope_options options;
-    cuattn_rope_options_init(&options, sizeof options);
-    try {
-      cos.import(op, "cos", tables[0], stream, &q);
-      sin.import(op, "sin", tables[1], stream, &q);
-      if (is_given(args.rope_positions))
-        positions.emplace().import(op, "rope_positions", args.rope_positions, stream, &q);
-      if (args.rope_interleaved.is_valid())
-        options.interleaved = parse_bool(op, "rope_interleaved", args.rope_interleaved);
-    } catch (const nb::python_error&) {
-      return false;
-    }
-    if (positions) options.positions = &positions->tensor;
-    int32_t rotates = 0;
-    cuattn_status status =
-        cuattn_attention_rotate(&call, &cos.tensor, &sin.tensor, &options, &rotates, stream.handle);
-    return status == CUATTN_OK && rotates != 0;
-  }
-};
-
-bool has_rotation(const AttentionArgs& args) {
-  return is_given(args.rope) || is_given(args.rope_positions) || args.rope_interleaved.is_valid();
-}
 
 // A call on the CPU that is over sooner than another thread could take the interpreter lock.
 bool is_short(const Array& q, const Array& k) {
@@ -93,11 +58,6 @@ nb::object run_attention(const char* op, const AttentionArgs& args,
   cuattn_attention_call call;
   check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
                                  &call));
-  std::optional<Rotation> rotation;
-  if (has_rotation(args)) {
-    if (!is_given(args.rope) || !rotation.emplace().ask(op, args, stream, arrays.q, call))
-      return nb::borrow(Py_NotImplemented);
-  }
   AttentionOutputs outputs(op, call, args, options.return_lse != 0, arrays.q, stream);
   cuattn_status status;
   {
@@ -138,15 +98,14 @@ nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
   std::optional<bool> grad_mode;
   if (array_type(op, "q", args.q).is_torch) {
     grad_mode = detail::in_grad_mode();
-    if (*grad_mode && detail::requires_grad(args.q))
-      return nb::borrow(has_rotation(args) ? Py_NotImplemented : gradient_wanted);
+    if (*grad_mode && detail::requires_grad(args.q)) return nb::borrow(gradient_wanted);
   }
   try {
     return run_attention(op, args, grad_mode);
   } catch (const nb::python_error& error) {
     if (!error.matches(gradient_wanted)) throw;
   }
-  return nb::borrow(has_rotation(args) ? Py_NotImplemented : gradient_wanted);
+  return nb::borrow(gradient_wanted);
 }
 
 // The builtin cuattn.attention.

@@ -53,7 +53,6 @@ nb::dict plan_dict(const cuattn_plan& plan) {
   result["workspace_bytes"] = plan.workspace_bytes;
   result["reason"] = plan.reason;
   result["ladder"] = plan.ladder;
-  result["rotates_queries"] = plan.rotates_queries != 0;
   return result;
 }
 

@@ -113,8 +113,7 @@ def call_header(options: dict[str, Any]) -> str:
         ops = {name: op for name, op in options["OPS"].items() if op.struct == struct}
         fields = list(options["fields_of"](struct))
         names = [n for op in ops.values() for n in (*op.positional, *op.extents)]
-        passes = options["PASSES_OF"][struct]
-        names += [o.name for o in options["options_of"](*ops) if o.kind not in passes]
+        names += [o.name for o in options["options_of"](*ops) if o.kind not in options["PASSES"]]
         names = list(dict.fromkeys(names))
         held = dict.fromkeys(RENAMED.get(name, name) for name in names)
         lines += [
@@ -134,7 +133,7 @@ def call_header(options: dict[str, Any]) -> str:
             keywords = [
                 option.name
                 for option in options["options_of"](name)
-                if option.name not in op.positional and option.kind not in passes
+                if option.name not in op.positional and option.kind not in options["PASSES"]
             ]
             lines += [
                 f"struct {camel(name)} : {camel(struct)}Functions {{",

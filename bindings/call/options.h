@@ -47,9 +47,6 @@ struct AttentionArgs {
   nb::handle k_scale;
   nb::handle v_scale;
   nb::handle accumulate;
-  nb::handle rope;
-  nb::handle rope_positions;
-  nb::handle rope_interleaved;
   nb::handle num_splits;
   nb::handle batch_invariant;
   nb::handle return_lse;
@@ -96,9 +93,6 @@ struct AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
-      {"rope", &Args::rope},
-      {"rope_positions", &Args::rope_positions},
-      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -142,9 +136,6 @@ struct Attention : AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
-      {"rope", &Args::rope},
-      {"rope_positions", &Args::rope_positions},
-      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -192,9 +183,6 @@ struct AttentionVarlen : AttentionFunctions {
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
       {"accumulate", &Args::accumulate},
-      {"rope", &Args::rope},
-      {"rope_positions", &Args::rope_positions},
-      {"rope_interleaved", &Args::rope_interleaved},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},

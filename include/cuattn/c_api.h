@@ -401,7 +401,7 @@ typedef struct {
   char schedule[40]; /* who computes which tile */
   char reason[160];
   char ladder[4096];    /* each rung with its verdict, one line each */
-  int64_t rotates_queries, reserved[31]; /* whether cuattn_attention_rotate is heard; 0 */
+  int64_t reserved[32]; /* 0 */
 } cuattn_plan;
 
 /* Which kernel a call would run and why: of attention, its backward pass and paged attention. Data

@@ -36,17 +36,6 @@ CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* co
                                            const DLTensor* sin, const cuattn_rope_options* options,
                                            const DLTensor* out, void* stream);
 
-/* Has cuattn_attention_run rotate q of a call that cuattn_attention_prepare prepared, within its kernel
- * and with the bits of cuattn_apply_rope; a query stands where the lengths of the call have it among its
- * keys, or where positions say. Of the options interleaved and positions count. *rotates 0: the kernel
- * of the call does not (sm90 does over rows, from head_dim 72 to 128, without softcap, ALiBi, bias and dropout, where rows of
- * the tables begin at multiples of 16 bytes); the call is as it was, cuattn_apply_rope rotates q before
- * it. The tables must live as the other arrays of the call. */
-CUATTN_API cuattn_status cuattn_attention_rotate(cuattn_attention_call* call, const DLTensor* cos,
-                                                 const DLTensor* sin,
-                                                 const cuattn_rope_options* options,
-                                                 int32_t* rotates, void* stream);
-
 /* out = x + residual, added in float32 and rounded once; axes [n, heads, head_dim] or [batch, seqlen,
  * heads, head_dim], in any order before the last. residual and out are of one dtype, x of the same or
  * float32. out may be x or residual. */

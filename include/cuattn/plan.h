@@ -117,7 +117,6 @@ struct Plan {
   bool decodes_apart;  // sequences with one query go by a kernel of paged_attention, the others not
   int32_t num_decodes, saved_us;  // of such a kernel, and of rows_by_step: expected
   BiasAccess bias;
-  bool rotates_queries;  // where it reads rows (params/rotation.h)
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
   bool in_order;  // backward: these are added in the order of the keys

@@ -22,7 +22,7 @@ cuattn_paged_options:
     buffer   array that is written    const DLTensor* NAME
     scale    float or float32 array   double NAME, const DLTensor* NAMEs
     place    where a call writes and runs; nothing: it is given to `run`
-    turned   how q is rotated, before the call or in it; nothing: apply_rope has it
+    turned   how q is rotated before the call; nothing: apply_rope has it
     added    array, added to the result after the call; nothing: add_residual has it
 """
 
@@ -77,7 +77,6 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "kv_layout": dict.fromkeys(VLLM, "vllm"),
 }
 PASSES = ("turned", "added")  # kinds that a pass of its own has, before the call or after it
-PASSES_OF = {"attention": ("added",), "paged": PASSES}  # those that no argument of this module is
 OUTSIDE = ("place", *PASSES)  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
 NOT_TRACED = {  # by these faces

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding of queries, in a pass before attention where its kernel does not rotate them."""
+"""Rotary embedding of queries, in a pass before attention."""
 
 from __future__ import annotations
 
@@ -51,12 +51,6 @@ def has_rope(op: str, arguments: dict[str, Any]) -> bool:
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
         raise TypeError(no_pair(op, rope))
     return True
-
-
-def suits_kernel(rope: Any) -> bool:
-    """Whether a kernel of attention could read these tables: four floats at a time."""
-    shape = getattr(rope[0], "shape", rope[0])
-    return len(shape) == 2 and int(shape[1]) % 4 == 0
 
 
 def no_pair(op: str, rope: Any) -> str:

@@ -13,7 +13,6 @@
 #include "src/abi/prepared.h"
 #include "src/attention/call.h"
 #include "src/attention/flex.h"
-#include "src/attention/rotation.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/info.h"
@@ -113,20 +112,6 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
   });
 }
 
-cuattn_status cuattn_attention_rotate(cuattn_attention_call* call, const DLTensor* cos,
-                                      const DLTensor* sin, const cuattn_rope_options* options,
-                                      int32_t* rotates, void* stream) {
-  return guarded([&] {
-    const char* fn = "attention";
-    require_given(fn, "call", call);
-    require_given(fn, "rotates", rotates);
-    require_prepared(fn, *call, Prepared::attention, "cuattn_attention_prepare");
-    cuattn_rope_options room;
-    *rotates = rotate_queries(state_of(*call), view_of(fn, "cos", cos), view_of(fn, "sin", sin),
-                              known_options(fn, options, room), stream);
-  });
-}
-
 void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size) {
   init_options("flex_attention", options, struct_size);
 }
@@ -217,7 +202,6 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
     DeviceInfo info = device != nullptr ? made_up_device(fn, device) : device_info_of(call, true);
     plan_attention(call, info, o.backend);
     fill_plan(call.plan, request.mask, request.score, ladder_of(call, info, o.backend), *result);
-    result->rotates_queries = rotates_queries(call);
   });
 }
 

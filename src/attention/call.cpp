@@ -7,7 +7,6 @@
 #include "src/attention/flex.h"
 #include "src/attention/numbers.h"
 #include "src/attention/pages.h"
-#include "src/attention/rotation.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
 #include "src/check/axes.h"
@@ -121,7 +120,6 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
                  {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
   memory.reads({"dropout_state", p.dropout.state, 8, {{2, 1}}});
   if (call.is_flex()) check_flex_inputs(call, memory);
-  check_tables(call, memory);
 }
 
 namespace {
@@ -133,7 +131,6 @@ void launch(AttentionCall& call, void* workspace, Stream stream) {
     point_at_pages(call);
   }
   if (call.has_programs) call.params.flex = &call.flex;
-  if (call.rotation.cos != nullptr) call.params.rotation = &call.rotation;
   backend_of(call.function(), call.device)
       .attention(call.params, schedule_of(call.plan, workspace), call.plan, call.device.device_id,
                  stream);

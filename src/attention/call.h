@@ -20,8 +20,7 @@ struct AttentionCall {
   FlexParams flex;           // what a user wrote; has_programs: there is something in it
   CacheGatherParams gather;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
-  QueryRotation rotation;  // or none
-  Plan decodes;            // of the single queries, where plan.decodes_apart
+  Plan decodes;  // of the single queries, where plan.decodes_apart
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;

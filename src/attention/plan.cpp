@@ -217,8 +217,6 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : parts_bytes(r, plan.num_splits);
-  plan.rotates_queries = !float8 && score == ScoreKind::identity && !r.is_flex && !r.has_rows &&
-                         plan.tile.m == 128 && sm90_q_stages(d, plan.tile, score) > 1;
   plan.turns_values = float8 && !r.has_columns && score != ScoreKind::parts;
 }
 

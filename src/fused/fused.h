@@ -12,14 +12,6 @@ namespace cuattn {
 // rope.cpp
 void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
                 const cuattn_rope_options& options, const TensorView& out, Stream stream);
-// Its parts, of array `x` of a call of `fn`: tables and positions are read into p, which has the shape
-// of x, and looked at: on the CPU, and under CUATTN_CHECK=1, positions are rows of the tables.
-void read_tables(const char* fn, const char* x, const TensorView& cos, const TensorView& sin,
-                 int64_t offset, DLDevice device, RotateParams& p);
-void read_positions(const char* fn, const char* x, const TensorView& positions, bool has_batch,
-                    DLDevice device, RotateParams& p);
-void check_positions(const char* fn, const RotateParams& p, const TensorView* positions,
-                     const Backend& backend, DLDevice device, Stream stream);
 // add.cpp. check_residual writes nothing; lse_out and workspace are written before the sum.
 void add_residual(const TensorView& x, const TensorView& residual, const TensorView& out,
                   Stream stream);

@@ -11,82 +11,6 @@
 #include "src/options.h"
 
 namespace cuattn {
-void read_tables(const char* fn, const char* x, const TensorView& cos, const TensorView& sin,
-                 int64_t offset, DLDevice device, RotateParams& p) {
-  for (const auto& [name, view] : {std::pair{"cos", cos}, std::pair{"sin", sin}}) {
-    require_rank(fn, name, view, 2, "[max_position, rotary_dim / 2]");
-    require_dtype(fn, name, view, DType::f32);
-    require_device(fn, name, view, device, x);
-    require_strided(fn, name, view, false, true);
-    require_last_axis(fn, name, view);
-  }
-  require_extent(fn, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
-  require_extent(fn, "sin", "rotary_dim / 2", sin.shape[1], cos.shape[1], "cos");
-  CUATTN_REQUIRE(cos.shape[0] >= 1, fn,
-                 ": cos must have at least one row, got 0; give one for each position");
-  CUATTN_REQUIRE(cos.shape[1] >= 1 && 2 * cos.shape[1] <= p.head_dim, fn,
-                 ": cos must have rotary_dim / 2 from 1 to head_dim / 2 = ", p.head_dim / 2,
-                 ", got ", cos.shape[1], "; only rotary_dim elements of a row are turned");
-  CUATTN_REQUIRE(
-      offset >= 0 && offset <= p.head_dim - 2 * cos.shape[1], fn,
-      ": offset must be from 0 to head_dim - rotary_dim = ", p.head_dim - 2 * cos.shape[1],
-      ", got ", offset, "; the turned elements lie within a row");
-  p.cos = static_cast<const float*>(cos.data);
-  p.sin = static_cast<const float*>(sin.data);
-  p.cos_stride = stride_of(cos, 0);
-  p.sin_stride = stride_of(sin, 0);
-  p.max_position = cos.shape[0];
-  p.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
-  p.offset = static_cast<int32_t>(offset);
-}
-
-void read_positions(const char* fn, const char* x, const TensorView& positions, bool has_batch,
-                    DLDevice device, RotateParams& p) {
-  const char* name = "positions";
-  require_dtype(fn, name, positions, DType::i64);
-  require_device(fn, name, positions, device, x);
-  int64_t shape[2] = {has_batch ? p.batch : p.seqlen, p.seqlen};
-  TensorView tokens = shape_view(shape, has_batch ? 2 : 1);
-  bool same = positions.ndim == tokens.ndim;
-  for (int32_t axis = 0; same && axis < tokens.ndim; ++axis)
-    same = positions.shape[axis] == tokens.shape[axis];
-  CUATTN_REQUIRE(same, fn, ": positions must have shape ", shape_text(tokens),
-                 " like the tokens of ", x, ", got ", shape_text(positions),
-                 "; give each token its own");
-  require_strided(fn, name, positions, false, true);
-  p.places.positions = static_cast<const int64_t*>(positions.data);
-  p.places.stride_batch = has_batch ? stride_of(positions, 0) : 0;
-  p.places.stride_seq = stride_of(positions, positions.ndim - 1);
-}
-
-// On the CPU, and under CUATTN_CHECK=1: the positions are rows of the tables.
-void check_positions(const char* fn, const RotateParams& p, const TensorView* positions,
-                     const Backend& backend, DLDevice device, Stream stream) {
-  auto check = [&](int64_t position, int64_t index) {
-    CUATTN_REQUIRE(position >= 0 && position < p.max_position, fn,
-                   ": positions must lie within [0, ", p.max_position, "), got ", position,
-                   " at token ", index, "; cos and sin have that many rows");
-  };
-  int64_t count = p.batch * p.seqlen;
-  const TokenPlaces& places = p.places;
-  if (positions == nullptr) {
-    bool is_known = places.cu_seqlens_q == nullptr && places.seqused_k == nullptr;
-    CUATTN_REQUIRE(!is_known || places.keys <= p.max_position, fn,
-                   ": cos must have a row for each of the ", places.keys,
-                   " tokens of a sequence, got ", p.max_position,
-                   "; make it longer, or give positions");
-    for (int64_t i = 0; !is_known && is_cpu(device) && i < count; ++i) {
-      int64_t b = i / p.seqlen, row = i % p.seqlen;
-      if (places.is_read(b, row)) check(std::max<int64_t>(places(b, row), 0), i);
-    }
-  } else if (is_cpu(device)) {
-    for (int64_t i = 0; i < count; ++i) check(places(i / p.seqlen, i % p.seqlen), i);
-  } else if (is_dense_from(*positions, 0)) {
-    HostCopy<int64_t> copy(backend, device, places.positions, count, stream);
-    for (int64_t i = 0; copy.data() != nullptr && i < count; ++i) check(copy.data()[i], i);
-  }
-}
-
 namespace {
 
 constexpr const char* kFunction = "apply_rope";
@@ -108,6 +32,52 @@ void read_shape(const TensorView& x, const Axes& axes, RotateParams& p) {
   p.seqlen = checked_length(kFunction, "x", axes.batch < 0 ? "n" : "seqlen", x.shape[axes.seq]);
   p.num_heads = checked_extent(kFunction, "x", "num_heads", x.shape[axes.head]);
   p.head_dim = checked_extent(kFunction, "x", "head_dim", x.shape[x.ndim - 1]);
+}
+
+void read_tables(const TensorView& cos, const TensorView& sin, int64_t offset, DLDevice device,
+                 RotateParams& p) {
+  for (const auto& [name, view] : {std::pair{"cos", cos}, std::pair{"sin", sin}}) {
+    require_rank(kFunction, name, view, 2, "[max_position, rotary_dim / 2]");
+    require_dtype(kFunction, name, view, DType::f32);
+    require_device(kFunction, name, view, device, "x");
+    require_strided(kFunction, name, view, false, true);
+    require_last_axis(kFunction, name, view);
+  }
+  require_extent(kFunction, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
+  require_extent(kFunction, "sin", "rotary_dim / 2", sin.shape[1], cos.shape[1], "cos");
+  CUATTN_REQUIRE(cos.shape[0] >= 1, kFunction,
+                 ": cos must have at least one row, got 0; give one for each position");
+  CUATTN_REQUIRE(cos.shape[1] >= 1 && 2 * cos.shape[1] <= p.head_dim, kFunction,
+                 ": cos must have rotary_dim / 2 from 1 to head_dim / 2 = ", p.head_dim / 2,
+                 ", got ", cos.shape[1], "; only rotary_dim elements of a row are turned");
+  CUATTN_REQUIRE(
+      offset >= 0 && offset <= p.head_dim - 2 * cos.shape[1], kFunction,
+      ": offset must be from 0 to head_dim - rotary_dim = ", p.head_dim - 2 * cos.shape[1],
+      ", got ", offset, "; the turned elements lie within a row");
+  p.cos = static_cast<const float*>(cos.data);
+  p.sin = static_cast<const float*>(sin.data);
+  p.cos_stride = stride_of(cos, 0);
+  p.sin_stride = stride_of(sin, 0);
+  p.max_position = cos.shape[0];
+  p.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
+  p.offset = static_cast<int32_t>(offset);
+}
+
+void read_positions(const TensorView& positions, bool has_batch, DLDevice device, RotateParams& p) {
+  const char* name = "positions";
+  require_dtype(kFunction, name, positions, DType::i64);
+  require_device(kFunction, name, positions, device, "x");
+  int64_t shape[2] = {has_batch ? p.batch : p.seqlen, p.seqlen};
+  TensorView tokens = shape_view(shape, has_batch ? 2 : 1);
+  bool same = positions.ndim == tokens.ndim;
+  for (int32_t axis = 0; same && axis < tokens.ndim; ++axis)
+    same = positions.shape[axis] == tokens.shape[axis];
+  CUATTN_REQUIRE(same, kFunction, ": positions must have shape ", shape_text(tokens),
+                 " like the tokens of x, got ", shape_text(positions), "; give each token its own");
+  require_strided(kFunction, name, positions, false, true);
+  p.places.positions = static_cast<const int64_t*>(positions.data);
+  p.places.stride_batch = has_batch ? stride_of(positions, 0) : 0;
+  p.places.stride_seq = stride_of(positions, positions.ndim - 1);
 }
 
 // The lengths that places follow from where there are no positions.
@@ -146,6 +116,34 @@ void read_lengths(const cuattn_rope_options& o, bool has_batch, DLDevice device,
   places.seqused_k = asks_queries ? places.seqused_q : read("seqused_k", o.seqused_k, num_seqs);
 }
 
+// On the CPU, and under CUATTN_CHECK=1: the positions are rows of the tables.
+void check_positions(const RotateParams& p, const TensorView* positions, const Backend& backend,
+                     DLDevice device, Stream stream) {
+  auto check = [&](int64_t position, int64_t index) {
+    CUATTN_REQUIRE(position >= 0 && position < p.max_position, kFunction,
+                   ": positions must lie within [0, ", p.max_position, "), got ", position,
+                   " at token ", index, "; cos and sin have that many rows");
+  };
+  int64_t count = p.batch * p.seqlen;
+  const TokenPlaces& places = p.places;
+  if (positions == nullptr) {
+    bool is_known = places.cu_seqlens_q == nullptr && places.seqused_k == nullptr;
+    CUATTN_REQUIRE(!is_known || places.keys <= p.max_position, kFunction,
+                   ": cos must have a row for each of the ", places.keys,
+                   " tokens of a sequence, got ", p.max_position,
+                   "; make it longer, or give positions");
+    for (int64_t i = 0; !is_known && is_cpu(device) && i < count; ++i) {
+      int64_t b = i / p.seqlen, row = i % p.seqlen;
+      if (places.is_read(b, row)) check(std::max<int64_t>(places(b, row), 0), i);
+    }
+  } else if (is_cpu(device)) {
+    for (int64_t i = 0; i < count; ++i) check(places(i / p.seqlen, i % p.seqlen), i);
+  } else if (is_dense_from(*positions, 0)) {
+    HostCopy<int64_t> copy(backend, device, places.positions, count, stream);
+    for (int64_t i = 0; copy.data() != nullptr && i < count; ++i) check(copy.data()[i], i);
+  }
+}
+
 void check_memory(const TensorView& x, const TensorView& cos, const TensorView& sin,
                   const TensorView* positions, const cuattn_rope_options& o,
                   const TensorView& out) {
@@ -174,11 +172,11 @@ void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& si
   Axes axes = checked_axes(x, options.layout);
   read_shape(x, axes, p);
   require_rows(kFunction, "x", x, false, true);
-  read_tables(kFunction, "x", cos, sin, options.offset, device, p);
+  read_tables(cos, sin, options.offset, device, p);
   std::optional<TensorView> storage;
   const TensorView* positions = optional_view(kFunction, "positions", options.positions, storage);
   if (positions != nullptr) {
-    read_positions(kFunction, "x", *positions, axes.batch >= 0, device, p);
+    read_positions(*positions, axes.batch >= 0, device, p);
   } else {
     read_lengths(options, axes.batch >= 0, device, p);
   }
@@ -193,7 +191,7 @@ void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& si
   p.out_strides = strides_of(out, axes);
   const Backend& backend = backend_of(kFunction, device);
   if (x.size() == 0) return;
-  check_positions(kFunction, p, positions, backend, device, stream);
+  check_positions(p, positions, backend, device, stream);
   backend.rotate(p, device.device_id, stream);
 }
 

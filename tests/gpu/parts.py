@@ -60,15 +60,7 @@ PARTS = {
     "forward-sm90": Part(
         "`attention` on Hopper's own instructions",
         stages=(*NATIVE, "watchdog"),
-        objects=(
-            *SM90,
-            "test_attention.cpp",
-            "perf.cpp",
-            "test_*_sm90.cu",
-            "test_tensor_maps.cu",
-            "test_rotation_sm90.cpp",
-            "src/attention/rotation.cpp",
-        ),
+        objects=(*SM90, "test_attention.cpp", "perf.cpp", "test_*_sm90.cu", "test_tensor_maps.cu"),
         python=(
             "test_prefill_sm90.py",
             "test_splits_sm90.py",

@@ -14,7 +14,6 @@
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/consumer.cuh"
 #include "cuda/attention/sm90/producer.cuh"
-#include "cuda/attention/sm90/rotate.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/scores.cuh"
 
@@ -46,34 +45,25 @@ struct ForwardSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kRoom);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
-  // Warps that rotate Q, where a call asks for it. Not with a single Q tile, for which the groups would
-  // wait; elsewhere no registers are left for it.
-  static constexpr int kRotators = kQStages > 1 && kConsumers == 2 &&
-                                           kScore == ScoreKind::identity && !Functor::kGiven &&
-                                           kMask != MaskKind::rows
-                                       ? 2
-                                       : 0;
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
-  // Who draws the work with row ranges needs more, and so do those who rotate.
-  static constexpr bool kLongProducer = kMask == MaskKind::rows || kRotators > 0;
+  // With row ranges, who draws the work needs more.
+  static constexpr bool kLongDraw = kMask == MaskKind::rows;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160
                                             : kHasDrawGroup ? 208
-                                            : kLongProducer ? 224
+                                            : kLongDraw     ? 224
                                                             : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongProducer ? 56 : 40;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongDraw ? 56 : 40;
   static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
   static constexpr int kKeyAlign = 1;      // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
-  static constexpr int kWantedToRotate =
-      16;  // the same, where the next Q is to be rotated meanwhile
   // The producer loads V after K of the next tile, for that is the order of their use.
   static constexpr int kLag = 1;
   // What dropout keeps: a stage for a stage of K and V.
   static constexpr int kKeptBytes = kDrops ? sm90_kept_bytes(kTile.m, kTile.n) : 0;
-  static constexpr int kBarriers = 4 * kTile.stages + 18 + (kDrops ? 2 * kTile.stages : 0);
+  static constexpr int kBarriers = 4 * kTile.stages + 15 + (kDrops ? 2 * kTile.stages : 0);
   static_assert(8 * kBarriers + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
                     kPageLoaders * BlockIds<kTile.n>::kBytes <=
                 kSm90SmallBytes);
@@ -114,11 +104,10 @@ struct ForwardSm90 {
     __device__ uint32_t bias() const { return barriers - kBiasBytes; }
     __device__ uint32_t bias_full(int g) const { return other(11 + g); }
     __device__ uint32_t bias_empty(int g) const { return other(13 + g); }
-    __device__ uint32_t q_raw(int s) const { return other(15 + s); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
     __device__ uint32_t kept(int s) const { return barriers - (kTile.stages - s) * kKeptBytes; }
-    __device__ uint32_t kept_full(int s) const { return other(18 + s); }
-    __device__ uint32_t kept_empty(int s) const { return other(18 + kTile.stages + s); }
+    __device__ uint32_t kept_full(int s) const { return other(15 + s); }
+    __device__ uint32_t kept_empty(int s) const { return other(15 + kTile.stages + s); }
     __device__ uint32_t work(int s) const {
       return barrier(kBarriers) + s * static_cast<int>(sizeof(Work));
     }
@@ -135,19 +124,16 @@ struct ForwardSm90 {
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     // Here, for where roles part its values would leave uniform registers.
     const Shared shared(smem);
-    const bool rotates = kRotators > 0 && s.rotation.cos != nullptr;
     if (threadIdx.x == 0) {
       for (int i = 0; i < kQStages; ++i) {
-        device::barrier_init(shared.q_raw(i), 1);
-        device::barrier_init(shared.q_full(i), rotates ? kRotators : 1);
+        device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
       }
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
                              kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
-                                 (kStagesBias && s.stages_bias) + kDrawers +
-                                 (rotates ? kRotators : 0));
+                                 (kStagesBias && s.stages_bias) + kDrawers);
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -178,9 +164,6 @@ struct ForwardSm90 {
         Producer::draw(p, Shared(smem), warp - 2);
       } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
-      } else if (kRotators > 0 && warp >= 2 && s.rotation.cos != nullptr) {
-        if constexpr (kRotators > 0)
-          RotateSm90<ForwardSm90>::run(p, s, maps, Shared(smem), warp - 2);
       } else if (kStagesBias && warp == 2) {
         if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, shared);
       } else if (warp == 0 && device::elect_one()) {

@@ -49,7 +49,6 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
     s.part_lse = as_parts(p, schedule).lse;
   }
   if (schedule.draws_tiles) s.counter = static_cast<int32_t*>(schedule.workspace);
-  if (p.rotation != nullptr) s.rotation = *p.rotation;
   return s;
 }
 

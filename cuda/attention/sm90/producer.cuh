@@ -6,7 +6,6 @@
 
 #include "cuattn/device/dropout_sm90.cuh"
 #include "cuda/attention/sm90/boxes.cuh"
-#include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/store.cuh"
 
@@ -53,12 +52,17 @@ struct ProducerSm90 {
     };
     const Ids ids{shared.ids(loader)};
     Work w;
-    const bool rotates = Kernel::kRotators > 0 && s.rotation.cos != nullptr;  // they load Q
+    const int32_t packed = Kernel::Asked::kGiven ? 1 : s.packed;
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
-      if (leads)
-        load_sm90_queries<Kernel>(p, s, maps, shared, w, q_ring.stage(),
-                                  shared.q_full(q_ring.stage()));
+      uint32_t full = shared.q_full(q_ring.stage());
+      if (leads) device::barrier_arrive_expect(full, Kernel::kQBytes);
+#pragma unroll
+      for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
+        device::tma_load(shared.q + q_ring.stage() * Kernel::kQBytes + panel * kTile.m * 128,
+                         &maps.q, full, panel * 64, 0, w.queries.start + w.row0 / packed, w.head,
+                         p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
+      }
       q_ring.next();
     };
     // With several Q tiles the next one travels while this one is at work.
@@ -71,7 +75,7 @@ struct ProducerSm90 {
         if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
         slot.next();
       } while (w.kind == Work::kEmpty);
-      if (kQStages > 1 && w.kind == Work::kFull && !rotates) load_queries();
+      if (kQStages > 1 && w.kind == Work::kFull) load_queries();
     };
     take_work();
     while (w.kind != Work::kNone) {
@@ -92,8 +96,7 @@ struct ProducerSm90 {
                                             walk.at(tile).tile * kTile.n, loader);
           load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
           if (kQStages == 1 && tile == last) load_queries();
-          if (leads && tile == min(last, first + (rotates ? Kernel::kWantedToRotate
-                                                          : Kernel::kWantedBefore))) {
+          if (leads && tile == min(last, first + Kernel::kWantedBefore)) {
             device::barrier_arrive(shared.wanted());
           }
         }

@@ -7,7 +7,6 @@
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
 #include "cuattn/device/overlap.cuh"
-#include "cuattn/params/rotation.h"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/functor.cuh"
 
@@ -33,10 +32,9 @@ struct Sm90Schedule {
   int32_t bias_heads, bias_batches;  // 0: there is one for all
   int32_t page_rows;                 // keys in blocks: rows of a box
   device::Divisor block_size;
-  float* part_out;         // [splits, heads, rows, head_dim_v], splits > 1
-  float* part_lse;         // [splits, heads, rows]
-  float zero;              // 0, which the compiler does not know
-  QueryRotation rotation;  // of q, by rotate.cuh, or none
+  float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;  // [splits, heads, rows]
+  float zero;       // 0, which the compiler does not know
 
   // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
   // own number of keys decides, not where it begins in a packed array.

@@ -8,7 +8,6 @@
 #include "cuattn/params/flex.h"
 #include "cuattn/params/float8.h"
 #include "cuattn/params/pages.h"
-#include "cuattn/params/rotation.h"
 #include "cuattn/params/rows.h"
 #include "cuattn/params/scores.h"
 
@@ -52,10 +51,9 @@ struct AttentionParams {
   ScoreParams scores;
   Float8Scales float8;
   DropoutParams dropout;
-  RowRanges rows;                 // or none
-  const FlexParams* flex;         // what a user wrote, in host memory, or nullptr
-  const QueryRotation* rotation;  // of q, in host memory, or nullptr; by sm90 alone
-  DType out_dtype;                // dtype or float32; float8: bf16, f16 or f32
+  RowRanges rows;          // or none
+  const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
+  DType out_dtype;         // dtype or float32; float8: bf16, f16 or f32
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

@@ -10,7 +10,7 @@ from .._call import is_torch
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
 from .._other_names import told
-from .._rope import TURNED, has_rope, suits_kernel
+from .._rope import TURNED, has_rope
 from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
@@ -22,8 +22,7 @@ from .plan import Plan
 from .residual import with_residual
 from .rows import DEFAULTS, explain_rows
 
-BEFORE = "before it apply_rope rotates q, into memory of q's library"
-WITHIN = "it rotates q, too"
+ROPE_LINE = "  rope: apply_rope rotates q before the kernel, into memory of q's library\n"
 FLEX = ("flex_attention", "flex_attention_backward")
 KNOWN = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention", *MLA, *FLEX)
 
@@ -73,16 +72,13 @@ def explain(
             f"got {type(op).__name__}; pass it before the arrays"
         )
     passes = TURNED.get(op, ())
-    rope = options.get("rope")
     is_turned = "rope" in passes and has_rope(op, options)
     for name in passes:
         options.pop(name, None)  # they do not enter the choice
     if is_turned:
         plan = explain(op, *arrays_or_shapes, device=device, dtype=dtype, **options)
-        is_within = plan.rotates_queries and "residual" not in options and suits_kernel(rope)
-        words = WITHIN if is_within else BEFORE
-        ladder = f"{plan.ladder}  rope: {words}\n"
-        return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=ladder)
+        words = "; before it apply_rope rotates q, into memory of q's library"
+        return dataclasses.replace(plan, reason=plan.reason + words, ladder=plan.ladder + ROPE_LINE)
     residual = options.pop("residual", None) if op == "attention" else None
     if residual is not None:
         plan = explain(op, *arrays_or_shapes, device=device, dtype=dtype, **options)

@@ -13,10 +13,8 @@ class Plan:
     num_splits is the number of parts that keys are cut into and that are merged through memory;
     0: by a plan made on the device. cluster thread blocks share the keys of a part and merge what
     they find on the chip; 1: none do. packed_heads query heads of a group share a tile; schedule
-    says which CTA computes which tile. rotates_queries: with rope, q is rotated within the kernel,
-    where rows of the tables begin at multiples of 16 bytes. Of cascade_attention, kernel names
-    those of the prefix and of the pages, and tile, splits and schedule are the pages'; the ladder
-    has both.
+    says which CTA computes which tile. Of cascade_attention, kernel names those of the prefix and
+    of the pages, and tile, splits and schedule are the pages'; the ladder has both.
     """
 
     kernel: str
@@ -35,7 +33,6 @@ class Plan:
     workspace_bytes: int
     reason: str
     ladder: str
-    rotates_queries: bool = False
 
     def __str__(self) -> str:
         return self.ladder
