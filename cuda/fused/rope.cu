@@ -9,8 +9,13 @@
 namespace cuattn {
 namespace {
 
-constexpr int kThreads = 256, kBlocksPerSm = 3;  // blocks that hide the loads of one another
-constexpr int kHeads = 4;                        // of an item: 8 loads of 16 bytes in flight
+constexpr int kThreads = 256;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocksPerSm = 2;  // three would spill there
+#else
+constexpr int kBlocksPerSm = 3;  // that hide the loads of one another
+#endif
+constexpr int kHeads = 4;  // of an item: 8 loads of 16 bytes in flight
 
 // How rows are dealt: a block takes `rows` of them, with `items` each, which are the pieces of
 // groups of heads: first those that are turned, then those that are copied.
