@@ -18,22 +18,12 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if not TURNED[op] or not has_rope(op, arguments):
         return rest
     rope, positions = arguments["rope"], arguments["rope_positions"]
-    refuse_gradient(op, arguments["q"])
     lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
     interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
     q = rotation(
         op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
     )
     return {**rest, "q": q}
-
-
-def refuse_gradient(op: str, q: Any) -> None:
-    """Refuse a q of which torch's autograd wants a gradient."""
-    if wants_gradient(q):
-        raise NotImplementedError(
-            f"{op}: q requires grad, but no gradient goes through rope; rotate q by operations of "
-            "torch and leave rope out, or call it under torch.no_grad()"
-        )
 
 
 def has_rope(op: str, arguments: dict[str, Any]) -> bool:
@@ -61,17 +51,20 @@ def no_pair(op: str, rope: Any) -> str:
     return f"{op}: rope must be two arrays (cos, sin), got {found}; {way_out}"
 
 
-def rotation(op: str, name: str, *arguments: Any) -> Any:
-    """Rotate an array of a call that takes none of JAX on this way."""
+def rotation(op: str, name: str, x: Any, *arguments: Any) -> Any:
+    """Rotate an array of a call, with a gradient where torch or JAX want one."""
     try:
-        found = _core.apply_rope(op, name, *arguments)
+        if wants_gradient(x):
+            from .torch import rope as torch_rope
+
+            return torch_rope.rotate(op, name, x, *arguments)
+        found = _core.apply_rope(op, name, x, *arguments)
+        if found is NotImplemented:
+            from .jax import rope as jax_rope
+
+            found = jax_rope.rotate(op, name, x, *arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise type(error)(in_words_of(op, name, str(error))) from None
-    if found is NotImplemented:
-        raise NotImplementedError(
-            f"{op}: {name} is a JAX array, which this call does not rotate; pass what "
-            "cuattn.apply_rope makes of it"
-        )
     return found
 
 

@@ -183,7 +183,7 @@ def attention(
     rope : (array, array), optional
         cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
         `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
-        are (else `rope_attention`). No JAX arrays, no gradient.
+        are (else `rope_attention`). A gradient goes through, not to the tables.
     rope_positions : int64 array, [batch, seqlen_q], optional
         The row of the tables of each query, or None: its place, ``i + seqlen_kv - seqlen_q``.
     rope_interleaved : bool

@@ -138,7 +138,7 @@ def paged_attention(
     rope : (array, array), optional
         cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
         `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
-        are (by `reshape_and_cache`). No JAX arrays, no gradient.
+        are (by `reshape_and_cache`).
     rope_positions : int64 array, [num_seqs] or [num_seqs, q_len], optional
         The row of the tables of each query, or None: its place, ``i + context_len - q_len``.
     rope_interleaved : bool

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from . import _core
 from ._arrays import Array, ArrayT, library_module
 from ._rope import rotation
 from ._rope_scaling import attention_factor, frequencies, is_number
@@ -168,7 +167,7 @@ def apply_rope(
     ----------
     x : array, [batch, seqlen, num_heads, head_dim] or [n, num_heads, head_dim]
         float32, float16 or bfloat16. Any strides that are not negative, if the last axis is
-        contiguous (and rows start on 16 bytes, on CUDA).
+        contiguous (and rows start on 16 bytes, on CUDA). Gradients of torch and JAX reach it.
     cos, sin : float32 array, [max_position, rotary_dim / 2]
         As `rope_table` gives them; rotary_dim elements of a head are turned.
     positions : int64 array, [batch, seqlen] or [n], optional
@@ -195,7 +194,8 @@ def apply_rope(
     ValueError, TypeError, CudaError
         As in `attention`; nothing was written.
     NotImplementedError
-        out= of JAX arrays; a torch tensor that requires grad, in grad mode.
+        out= and stream= of JAX arrays, and of a torch tensor whose gradient is wanted; a gradient
+        of the tables.
 
     References
     ----------
@@ -210,17 +210,10 @@ def apply_rope(
     >>> bool(np.allclose(cuattn.apply_rope(y, cos, sin, inverse=True), x))
     True
     """
-    found = _core.apply_rope(
+    found: ArrayT = rotation(
         "apply_rope", "x", x, cos, sin, positions, interleaved, inverse, offset, {}, out, stream
     )
-    if found is not NotImplemented:
-        return found
-    from .jax import fused
-
-    return fused.apply_rope(
-        x, cos, sin, positions, interleaved=interleaved, inverse=inverse, offset=offset, out=out,
-        stream=stream,
-    )  # fmt: skip
+    return found
 
 
 def rope_attention(

@@ -116,8 +116,16 @@ REFUSED = [
     (lambda x, w: cuattn.sample(x[0, 0], seed=w.astype(int)), ValueError, "seed must have shape"),
     (lambda x, w: jax.grad(lambda a: cuattn.rms_norm(a, w).sum())(x), NotImplementedError,
      "rms_norm: no gradient goes through"),
-    (lambda x, w: cuattn.rope_attention(x, x, x, COS, SIN), NotImplementedError,
-     "rope_attention: k is a JAX array"),
+    (lambda x, w: cuattn.attention(x, x, x, rope=(COS[:3], SIN[:3])), ValueError,
+     "attention: cos must have a row for each of the 4 tokens"),
+    (lambda x, w: cuattn.attention(x, x, x, rope=(COS, SIN), rope_positions=w), ValueError,
+     "attention: rope_positions must have shape"),
+    (lambda x, w: cuattn.rope_attention(x, x, x, COS, SIN, positions_k=w), ValueError,
+     "rope_attention: positions_k must have shape"),
+    (lambda x, w: cuattn.attention(x, x, x, rope=(COS, SIN), seqused_k=w.astype(int)), ValueError,
+     r"attention: seqused_k must have shape \(1,\)"),
+    (lambda x, w: jax.grad(lambda c: cuattn.apply_rope(x, c, SIN).sum())(jnp.asarray(COS)),
+     NotImplementedError, "apply_rope: no gradient goes through cos"),
 ]  # fmt: skip
 
 

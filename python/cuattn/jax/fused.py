@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding, norms, activations and sampling on JAX arrays, under jax.jit and jax.vmap.
+"""Norms, activations and sampling on JAX arrays, under jax.jit and jax.vmap.
 
 They are called as functions of cuattn, whose docstrings say what they compute; arrays are new,
 those given stay as they are. Next: bindings/xla/fused.cpp.
@@ -7,7 +7,6 @@ those given stay as they are. Next: bindings/xla/fused.cpp.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,49 +79,6 @@ def flag(op: str, name: str, value: Any) -> int:
     """Read True or False."""
     check_flag(op, name, value)
     return int(value)
-
-
-def apply_rope(
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    positions: jax.Array | None = None,
-    *,
-    interleaved: bool = False,
-    inverse: bool = False,
-    offset: int = 0,
-    out: Any = None,
-    stream: Any = None,
-) -> Any:
-    """`cuattn.apply_rope` on JAX arrays; positions may be int32."""
-    op = "apply_rope"
-    refuse(op, out=out, stream=stream)
-    arrays = check_arrays(op, {"x": x, "cos": cos, "sin": sin}, positions=positions)
-    if x.ndim not in (3, 4):
-        raise ValueError(
-            f"{op}: x must have axes [n, num_heads, head_dim] or [batch, seqlen, num_heads, "
-            f"head_dim], got shape {x.shape}; reshape it"
-        )
-    tokens, rows = x.shape[:-2], math.prod(x.shape[:-2])
-    if positions is None:
-        if cos.ndim == 2 and tokens[-1] > cos.shape[0]:
-            raise ValueError(
-                f"{op}: cos must have a row for each of the {tokens[-1]} tokens of a sequence, got "
-                f"{cos.shape[0]}; make it longer, or give positions"
-            )
-        positions = jnp.broadcast_to(jnp.arange(tokens[-1], dtype=jnp.int32), tokens)
-    elif positions.shape != tokens:
-        raise ValueError(
-            f"{op}: positions must have shape {tokens} like the tokens of x, got "
-            f"{positions.shape}; give each token its own"
-        )
-    arrays |= {"x": x.reshape(rows, *x.shape[-2:]), "positions": positions.reshape(rows)}
-    (found,) = call(
-        op, "apply_rope", arrays, [(arrays["x"].shape, x.dtype)],
-        interleaved=flag(op, "interleaved", interleaved), inverse=flag(op, "inverse", inverse),
-        offset=number(op, "offset", offset, int),
-    )  # fmt: skip
-    return found.reshape(x.shape)
 
 
 def norm(
