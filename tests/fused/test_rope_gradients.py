@@ -115,6 +115,31 @@ def test_apply_rope_is_linear(device, inverse, rng):
         y.sum().backward()
 
 
+def test_the_face_of_torch_rotates_too(rng):
+    """With its own options, in autocast's regions, and where torch.compile breaks the graph."""
+    torch = frameworks.require("torch")
+    from cuattn.torch import attention
+
+    q, k, v, weight = map(torch.from_numpy, drawn(rng))
+    rope = torch.from_numpy(COS), torch.from_numpy(SIN)
+    places = torch.arange(4, 9).repeat(2, 1)
+    want = cuattn.attention(cuattn.apply_rope(q, *rope, places), k, v)
+    q.requires_grad_()
+    for options in ({}, {"deterministic": True}, {"return_lse": True}):
+        out = attention(q, k, v, rope=rope, **options)
+        out = out[0] if "return_lse" in options else out
+        torch.testing.assert_close(out.detach(), want, rtol=1e-4, atol=1e-5)
+        (dq,) = torch.autograd.grad((out * weight).sum(), q)
+        assert (dq.abs().sum((1, 2, 3)) > 0).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, rope=rope)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        compiled = torch.compile(lambda q: attention(q, k, v, rope=rope) * 2, backend="eager")
+        torch.testing.assert_close(compiled(q), 2 * want, rtol=1e-4, atol=1e-5)
+
+
 def test_what_torch_is_refused():
     torch = frameworks.require("torch")
     x = torch.zeros(1, 4, 2, 16, requires_grad=True)

@@ -20,8 +20,10 @@ from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._gradients import DIFFERENTIABLE
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
+from .._rope import TURNED, turned
 from .eager import (
     CODES,
+    DEFAULTS,
     WIDEST,
     attend,
     observed,
@@ -287,6 +289,8 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
         if name == "residual":
             why = "the pass that adds it is no op"
             how = f"write {op}(...) + residual"
+        if name in TURNED[op]:
+            why, how = "no op rotates", "rotate q by operations of torch"
         raise NotImplementedError(
             f"{op}: {name} must be {default!r} while torch traces or differentiates, because {why};"
             f" {how}"
@@ -351,11 +355,23 @@ def is_plain(q: Tensor, options: dict[str, Any]) -> bool:
     return not options or (APART.isdisjoint(options) and not options.get("dropout_p"))
 
 
+def with_rotation(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Rotate q where that is asked for; no op does, so that torch.compile breaks its graph."""
+    if not any(name in options for name in TURNED[op]):
+        return arguments, options
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
+    names = OPS[op].positional
+    given = {**DEFAULTS[op], **dict(zip(names, arguments, strict=True)), **options}
+    q = turned(op, given)["q"]
+    return (q, *arguments[1:]), {n: x for n, x in options.items() if n not in TURNED[op]}
+
+
 def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
     check_tensors(op, *arguments[:3])
-    q, k, v = autocast(*arguments[:3])
-    arguments = (q, k, v, *arguments[3:])
+    arguments = (*autocast(*arguments[:3]), *arguments[3:])
+    (q, k, v, *_), options = arguments, options = with_rotation(op, arguments, options)
     options = with_dropout_state(q, options)
     wants_gradient = differentiated(q, k, v, options)
     if wants_gradient or traced(q):
