@@ -3,6 +3,8 @@
 #include "bindings/arrays/import.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "bindings/call/errors.h"
@@ -38,6 +40,12 @@ void look_up_torch(nb::handle torch, Python& py) {
   py.forward_ad = torch.attr("autograd").attr("forward_ad").attr("__dict__");
   py.is_tracing = torch.attr("_C").attr("_is_tracing");
   py.dispatch = torch.attr("utils").attr("_python_dispatch").attr("__dict__");
+}
+
+// Whether CUATTN_CHECK is on: not where it is unset, empty or 0.
+bool is_check_on() {
+  const char* value = std::getenv("CUATTN_CHECK");
+  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
 }
 
 // Whether a question without arguments is answered by True. Note: a call by nanobind takes longer.
@@ -83,7 +91,7 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
     }
     look_up_torch(torch, the<Python>());
     const DLPackExchangeAPI* api = exchange_api(type);
-    return {api != nullptr ? Library::exchange : Library::torch, api, true};
+    return {api != nullptr ? Library::exchange : Library::torch, api, true, is_check_on()};
   }
   if (is_subclass(type, nb::getattr(loaded_module("cupy"), "ndarray", nb::none())))
     return {Library::cupy};

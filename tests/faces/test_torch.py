@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -191,6 +192,30 @@ def test_negated_views_are_refused():
         assert torch.equal(got, cuattn.attention(q, k, v, bias=x.clone().contiguous()))
     with pytest.raises(ValueError, match="q is a negated view"):
         cuattn.attention(torch.randn(2, 9, 4, 32, dtype=torch.complex64).conj().imag, k, v)
+
+
+NEGATED = """
+import torch, cuattn
+x = torch.ones(1, 4, 2, 16)
+for arrays in ((torch._neg_view(x), x, x), (x, x, torch._neg_view(x).transpose(0, 1))):
+    try:
+        cuattn.attention(*arrays)
+    except ValueError as error:
+        print(error)
+print(bool((cuattn.attention(x, x, torch._neg_view(x).resolve_neg()) == -1).all()))
+"""
+
+
+def test_negated_views_with_dense_rows_are_refused_under_check():
+    """Only `torch._neg_view` makes these; to ask each tensor would cost a tenth of a short call."""
+    command, environment = [sys.executable, "-c", NEGATED], {**os.environ, "CUATTN_CHECK": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rule = "is a negated view, whose memory holds the values with the other sign"
+    assert done.stdout.splitlines() == [
+        f"attention: q {rule}; pass q.resolve_neg()",
+        f"attention: v {rule}; pass v.resolve_neg()",
+        "True",
+    ]
 
 
 def test_arrays_of_numpy_and_unknown_names_are_refused_by_name():
