@@ -93,14 +93,15 @@ void norm(const TensorView& x, const TensorView& weight, const cuattn_norm_optio
   if (options.residual != nullptr) {
     TensorView residual = view_of(fn, "residual", options.residual);
     TensorView sum = view_of(fn, "residual_out", options.residual_out);
+    bool in_place = is_same_view(sum, residual);
+    const char* sum_name = in_place ? "residual" : "residual_out";
     require_shape_of_x(fn, "residual", residual, p.dtype, x, p.columns);
-    require_shape_of_x(fn, "residual_out", sum, p.dtype, x, p.columns);
+    require_shape_of_x(fn, sum_name, sum, p.dtype, x, p.columns);
     p.residual = residual.data;
     p.residual_stride = rows_of(fn, "residual", residual, false).stride;
     p.residual_out = sum.data;
-    p.residual_out_stride = rows_of(fn, "residual_out", sum, true).stride;
-    bool in_place = is_same_view(sum, residual);
-    memory.writes({in_place ? "residual" : "residual_out", sum});
+    p.residual_out_stride = rows_of(fn, sum_name, sum, true).stride;
+    memory.writes({sum_name, sum});
     if (!in_place) memory.reads({"residual", residual});
   }
   if (!is_same_view(out, x)) memory.reads({"x", x});

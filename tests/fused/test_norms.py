@@ -168,6 +168,10 @@ REFUSED = [
         "rms_norm: residual must not share memory with x",
     ),
     (lambda: cuattn.rms_norm(X, W, residual=X[:2].copy()), "rms_norm: residual must have shape"),
+    (
+        lambda: cuattn.rms_norm(X, W, residual=np.lib.stride_tricks.as_strided(W, (4, 8), (0, 4))),
+        "rms_norm: residual is written, so no stride may be zero",
+    ),
     (lambda: cuattn.rms_norm(X, W, out=X[0]), "rms_norm: out must have shape"),
     (lambda: cuattn.layer_norm(X, W, W[:3]), "layer_norm: bias must have shape"),
     (lambda: cuattn.act_mul(X, act="tanh"), "act_mul: act must be 'silu', 'gelu' or 'gelu_tanh'"),
