@@ -7,6 +7,8 @@ import dataclasses
 import numbers
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import _checks, _core
 from ._arrays import Array, ArrayT, is_jax, operations
 from ._checks import check_flag
@@ -39,6 +41,16 @@ class QuantizedQKV:
     lse_shift: Any
     layout: str
     scale: float | None
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle columns of v with their padding, which copies of numpy's view lose."""
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        codes, v = getattr(self.v, "base", None), self.v
+        if isinstance(v, np.ndarray) and isinstance(codes, np.ndarray) and codes.dtype == v.dtype:
+            same = rows_of(codes, v.shape, self.layout) if codes.ndim == v.ndim else codes
+            if place_of(same) == place_of(v):
+                return with_columns, (codes, v.shape, {**fields, "v": None})
+        return QuantizedQKV, tuple(fields.values())
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -92,6 +104,16 @@ class QuantizedQKV:
             lse += self.lse_shift
             return out, lse
         return out, lse + self.lse_shift
+
+
+def place_of(x: np.ndarray) -> tuple[Any, ...]:
+    """Where an array of numpy lies."""
+    return x.ctypes.data, x.shape, x.strides
+
+
+def with_columns(codes: Any, shape: tuple[int, ...], fields: dict[str, Any]) -> QuantizedQKV:
+    """Make what `QuantizedQKV.__reduce__` took apart."""
+    return QuantizedQKV(**{**fields, "v": rows_of(codes, shape, fields["layout"])})
 
 
 def quantize(
@@ -196,7 +218,7 @@ def quantize(
     if shift is not None:
         shift = scaled(shift, dim**-0.5 if scale is None else scale, stream)
         shift = shift[0] if len(getattr(q, "shape", ())) == 3 else shift
-    v_codes = rows_of(v_codes, v, layout)
+    v_codes = rows_of(v_codes, tuple(v.shape), layout)
     return QuantizedQKV(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale)
 
 
@@ -459,12 +481,12 @@ def shape_of(mode: str, sizes: tuple[int, int, int, int], heads_kv: int, x: Any)
     return (batch, heads, dim if mode == "channel" else -(-rows // BLOCK))
 
 
-def rows_of(codes: Any, v: Any, layout: str) -> Any:
-    """View codes [batch, heads, dim, padded rows] in the order of v's axes."""
+def rows_of(codes: Any, shape: tuple[int, ...], layout: str) -> Any:
+    """View codes [batch, heads, dim, padded rows] as rows of v's shape."""
     if not hasattr(codes, "strides") and not hasattr(codes, "stride"):
         return codes  # JAX, whose arrays have no strides
-    rows, padded = sizes_of("v", v, layout)[1], codes.shape[-1]
-    order = (2, 0, 1) if len(v.shape) == 3 else (0, 3, 1, 2) if layout == "bshd" else (0, 1, 3, 2)
-    if rows != padded:
-        codes = codes[..., :rows]
+    axis = 0 if len(shape) == 3 else 1 if layout == "bshd" else 2
+    order = ((2, 0, 1), (0, 3, 1, 2), (0, 1, 3, 2))[axis]
+    if shape[axis] != codes.shape[-1]:
+        codes = codes[..., : shape[axis]]
     return codes.permute(order) if hasattr(codes, "permute") else codes.transpose(order)

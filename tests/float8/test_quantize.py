@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -419,3 +421,33 @@ def test_jax_refuses_gradients_but_of_what_is_stopped():
     for function in (stopped, jax.jit(stopped)):
         np.testing.assert_array_equal(jax.grad(lambda y, f=function: (y * f(y)).sum())(x), x)
     np.testing.assert_array_equal(jax.vmap(stopped)(x[None])[0], x)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_copies_keep_the_padding_of_columns(copied, layout, rng):
+    for shape in ((2, 20, 3, 32), (2, 16, 3, 32), (20, 2, 32)):
+        x = rng.standard_normal(shape, np.float32)
+        qkv = cuattn.quantize(x, x, x, layout=layout, mode="int8" if len(shape) == 4 else "head")
+        found = copied(copied(qkv))
+        assert found.v.strides == qkv.v.strides
+        assert found.scale is None
+        assert found.v.tobytes() == qkv.v.tobytes()
+        if len(shape) == 4:
+            got, want = (each.attention(out=np.empty_like(x)) for each in (found, qkv))
+            assert np.array_equal(got, want)
+
+
+def test_a_copy_of_other_values_than_those_of_quantize_keeps_them(rng):
+    x = rng.standard_normal((2, 20, 3, 32), np.float32)
+    qkv = cuattn.quantize(x, x, x)
+    for v in (qkv.v[:, 2:], qkv.v[:1], np.ascontiguousarray(qkv.v)):
+        other = dataclasses.replace(qkv, v=v)
+        assert copy.deepcopy(other).v.tobytes() == v.tobytes()
