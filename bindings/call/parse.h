@@ -21,9 +21,18 @@ inline bool parse_bool(const char* op, const char* name, nb::handle value) {
         "; pass a bool");
 }
 
+// Whether it is a truth value or complex: Python, numpy and torch make real numbers of these.
+inline bool is_no_real_number(nb::handle value) {
+  if (PyBool_Check(value.ptr())) return true;
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()) || !nb::hasattr(value, "dtype"))
+    return false;
+  std::string dtype = text_of(nb::object(value.attr("dtype")));
+  return dtype.find("bool") != std::string::npos || dtype.find("complex") != std::string::npos;
+}
+
 inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  if (!index.is_valid() || PyBool_Check(value.ptr())) {
+  if (!index.is_valid() || is_no_real_number(value)) {
     PyErr_Clear();
     raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ", text_of(nb::repr(value)),
           "; pass an int");
@@ -59,11 +68,9 @@ inline void refuse_tracked_number(const char* op, const char* name, nb::handle v
 inline double parse_double(const char* op, const char* name, nb::handle value) {
   if (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr()))
     refuse_tracked_number(op, name, value);
-  // numpy turns a complex number into a real one with no more than a warning.
-  bool is_complex = !PyFloat_Check(value.ptr()) && nb::hasattr(value, "dtype") &&
-                    text_of(nb::object(value.attr("dtype"))).find("complex") != std::string::npos;
-  double number = is_complex ? -1.0 : PyFloat_AsDouble(value.ptr());
-  if (is_complex || (number == -1.0 && PyErr_Occurred())) {
+  bool is_real = !is_no_real_number(value);
+  double number = is_real ? PyFloat_AsDouble(value.ptr()) : -1.0;
+  if (!is_real || (number == -1.0 && PyErr_Occurred())) {
     PyErr_Clear();
     raise(PyExc_TypeError, op, ": ", name, " must be a number, got ", text_of(nb::repr(value)),
           "; pass a float");

@@ -420,7 +420,8 @@ def check_smoothing(smooth_k: Any, key_mean: Any, scale: Any) -> None:
             "quantize: key_mean must have shape (num_heads_kv, head_dim), got "
             f"{tuple(shape)}; reshape it"
         )
-    if scale is None or getattr(scale, "shape", None) == ():
+    is_scalar = getattr(scale, "shape", None) == () and not isinstance(scale, np.bool_)
+    if scale is None or is_scalar:
         return
     if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
         raise TypeError(f"quantize: scale must be a number, got {scale!r}; pass that of attention")

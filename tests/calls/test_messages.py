@@ -215,6 +215,62 @@ def test_a_float_mask_of_zeros_and_ones_is_refused_under_check(checked):
     assert lines[len(refusals) :] == ["ran"] * (9 - len(refusals))
 
 
+# Truth values are no numbers.
+
+
+TRUTHS = {"Python": True, "numpy": np.True_, "array": np.array(True)}
+NUMBERS = ["scale", "softcap", "dropout_p", "num_splits", "dropout_seed", "dropout_row", "window"]
+
+
+@pytest.mark.parametrize("library", [*TRUTHS, "torch"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_truth_value_is_no_number(name, library):
+    value = TRUTHS[library] if library in TRUTHS else pytest.importorskip("torch").tensor(True)
+    x = np.ones((1, 4, 2, 16), np.float32)
+    message = refused(
+        cuattn.attention, x, x, x, **{name: (value, 0) if name == "window" else value},
+        error=TypeError,
+    )  # fmt: skip
+    kind = "a number" if name in NUMBERS[:3] else "an integer"
+    assert message.startswith(f"attention: {name} must be {kind}, got {value!r}; pass a")
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "num_splits", "window"])
+def test_a_truth_value_is_no_number_of_a_traced_op(name):
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 1, 4, 2, 16)
+    options = {name: (True, 0) if name == "window" else True}
+    attend = torch.func.vmap(lambda q: cuattn.torch.attention(q, q, q, **options))
+    kind = "a number" if name in NUMBERS[:3] else "an integer"
+    message = refused(attend, x, error=TypeError)
+    assert message.startswith(f"attention: {name} must be {kind}, got True; pass a")
+
+
+def test_a_truth_value_is_no_number_of_faces():
+    x = np.ones((1, 4, 2, 16), np.float32)
+    message = refused(cuattn.quantize, x, x, x, scale=np.True_, error=TypeError)
+    assert message.startswith("quantize: scale must be a number, got np.True_")
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    from cuattn.compat.flash_attn import flash_attn_func
+
+    q = torch.ones(1, 4, 2, 16)
+    for name in ("softmax_scale", "softcap"):
+        message = refused(flash_attn_func, q, q, q, **{name: True}, error=TypeError)
+        assert message.startswith(f"flash_attn_func: {name} must be a number, got True")
+    attend, q = cuattn.jax.dot_product_attention, jnp.ones((1, 4, 2, 16))
+    message = refused(attend, q, q, q, scale=True, error=TypeError)
+    assert message == "dot_product_attention: scale must be a number, got True; pass a float"
+
+
+def test_a_truth_value_is_no_scale_of_codes():
+    torch = pytest.importorskip("torch")
+    codes = torch.ones(1, 4, 2, 16).to(torch.float8_e4m3fn)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        for attend in (cuattn.attention, cuattn.torch.attention):
+            message = refused(attend, codes, codes, codes, **{name: True}, error=TypeError)
+            assert message == f"attention: {name} must be a number, got True; pass a float"
+
+
 # Faces that are not imported.
 
 LAZY = """

@@ -111,7 +111,7 @@ def number_of(op: str, name: str, value: Any, way_out: str) -> float:
             f"{op}: {name} requires grad, but no gradient goes through it; pass {name}.item()"
         )
     try:
-        number = float(value)
+        number = float(None if isinstance(value, bool) else value)  # True is no number
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}; {way_out}") from None
     if not abs(number) <= LARGEST_FLOAT:
@@ -122,7 +122,7 @@ def number_of(op: str, name: str, value: Any, way_out: str) -> float:
 def whole_number(op: str, name: str, value: Any) -> int:
     """Read a whole number."""
     try:
-        return operator.index(value)
+        return operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise TypeError(
             f"{op}: {name} must be a whole number, got {value!r}; pass 0 to let the library choose"

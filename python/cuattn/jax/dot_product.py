@@ -98,6 +98,8 @@ def scale_of(scale: Any) -> float | None:
             f"{OP}: scale must be a Python number, which is static under jax.jit, got a traced "
             "array; multiply query by it and pass scale=1.0"
         )
+    if isinstance(scale, bool):
+        raise TypeError(f"{OP}: scale must be a number, got {scale!r}; pass a float")
     return None if scale is None else float(scale)
 
 

@@ -54,6 +54,10 @@ TRACED = {
 }
 IN_TENSORS = ("array", "scale")  # kinds of options that ops take as tensors
 TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind in IN_TENSORS) for op in ROWS}
+NO_TRUTH = {  # what these kinds of options are, in the words of bindings/call/parse.h
+    **dict.fromkeys(("number", "scale"), ("a number", "a float")),
+    **dict.fromkeys(("count", "length", "pair"), ("an integer", "an int")),
+}
 UNTRACED = {
     op: {o.name: o.default for o in options_of(op) if o not in TRACED[op]}
     | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
@@ -298,6 +302,16 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def refuse_truths(op: str, options: dict[str, Any]) -> None:
+    """Raise for True and False in the place of a number, which a schema takes for 1 and 0."""
+    for name, kind in ((o.name, o.kind) for o in TRACED[op] if o.kind in NO_TRUTH):
+        value = options.get(name)
+        for x in value if kind == "pair" and isinstance(value, tuple | list) else (value,):
+            if isinstance(x, bool):
+                what, instead = NO_TRUTH[kind]
+                raise TypeError(f"{op}: {name} must be {what}, got {x!r}; pass {instead}")
+
+
 def as_tensor(value: Any, q: Tensor) -> Tensor | None:
     """Make a scale that is a number a tensor, which an op takes."""
     if value is None or isinstance(value, Tensor):
@@ -341,6 +355,7 @@ def run_op(
         raise TypeError(
             f"{op}: there is no argument {unknown[0]}; help(cuattn.{op}) lists what there is"
         )
+    refuse_truths(op, rest)
     tensors = [as_tensor(rest.pop(name, None), q) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
     watched = wants_gradient or torch._C._are_functorch_transforms_active()
