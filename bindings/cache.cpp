@@ -28,7 +28,7 @@ struct Scale {
   void import(const char* op, const char* name, nb::handle value, const CallStream& stream,
               const Array& home, int32_t& has_number, double& number, const DLTensor*& tensor) {
     if (!is_given(value)) return;
-    if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) {
+    if (!nb::hasattr(value, "__dlpack__")) {
       number = parse_double(op, name, value);
       has_number = 1;
     } else {

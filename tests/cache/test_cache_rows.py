@@ -429,3 +429,13 @@ def test_nothing_to_gather(device):
         arrays = [arena.put(x, align=4) for x in (np.zeros(table, I32), np.array(ends, I32))]
         k, v = cuattn.gather_cache(arena.put(cache), arena.put(cache), *arrays)
         assert tuple(k.shape) == tuple(v.shape) == (0, 2, 8)
+
+
+@pytest.mark.parametrize("kind", [F32, np.float64, np.float16, np.int64, int])
+def test_a_scale_may_be_a_number_of_numpy(kind, rng):
+    k, v = rng.standard_normal((2, 3, 2, 16), F32)
+    slots = np.arange(3)
+    want, got = (np.zeros((2, 1, 8, 2, 16), E4M3) for _ in range(2))
+    for caches, scale in ((want, 2.0), (got, kind(2))):
+        cuattn.reshape_and_cache(k, v, *caches, slots, k_scale=scale, v_scale=scale)
+    assert np.array_equal(want.view(np.uint8), got.view(np.uint8))
