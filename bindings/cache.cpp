@@ -156,6 +156,14 @@ nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block
                  rows_of("k_cache", cache_k.view, true, kv_layout_arg, total));
   rows_v.provide(op, "v_out", v_out, cache_k, stream,
                  rows_of("v_cache", cache_v.view, false, kv_layout_arg, total));
+  if (is_given(k_out) != is_given(v_out)) {
+    bool is_k = is_given(k_out);
+    const DLTensor& given = is_k ? rows_k.tensor : rows_v.tensor;
+    if (given.ndim > 0 && given.shape[0] != total)
+      raise(PyExc_ValueError, op, ": ", is_k ? "k_out" : "v_out",
+            " must have cu_seqlens[-1] = ", total, " rows where ", is_k ? "v_out" : "k_out",
+            " is left out, got ", given.shape[0], "; pass both of them, or neither");
+  }
   cuattn_status status;
   {
     Unlocked unlocked;

@@ -8,6 +8,7 @@ plain numpy in the order [block, token, head, dim].
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -429,6 +430,16 @@ def test_nothing_to_gather(device):
         arrays = [arena.put(x, align=4) for x in (np.zeros(table, I32), np.array(ends, I32))]
         k, v = cuattn.gather_cache(arena.put(cache), arena.put(cache), *arrays)
         assert tuple(k.shape) == tuple(v.shape) == (0, 2, 8)
+
+
+@pytest.mark.parametrize("given", ["k_out", "v_out"])
+@pytest.mark.parametrize("rows", [11, 13])
+def test_a_lone_result_of_other_rows_is_refused_by_its_own_name(given, rows):
+    cache, table = np.ones((3, 8, 2, 16), np.float32), np.zeros((2, 2), np.int32)
+    ends, other = np.array([0, 3, 12], np.int32), {"k_out": "v_out", "v_out": "k_out"}[given]
+    rule = re.escape(f"{given} must have cu_seqlens[-1] = 12 rows where {other} is left out")
+    with pytest.raises(ValueError, match=f"^gather_cache: {rule}, got {rows}; pass both"):
+        cuattn.gather_cache(cache, cache, table, ends, **{given: np.ones((rows, 2, 16), "f4")})
 
 
 @pytest.mark.parametrize("kind", [F32, np.float64, np.float16, np.int64, int])
