@@ -16,6 +16,7 @@ import numpy as np
 from . import _core
 from ._arrays import Array, ArrayT
 from ._call import jax_face, refuse_tables_of_jax
+from ._kv_shapes import whole
 
 if TYPE_CHECKING:
     from ._types import KvLayout
@@ -320,11 +321,20 @@ def pinned_empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndar
         import ml_dtypes
 
         dtype = getattr(ml_dtypes, dtype)
-    dtype = np.dtype(dtype)
-    extents = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    try:
+        plain = np.dtype(dtype)
+    except TypeError:
+        plain = np.dtype(object)
+    if plain.hasobject:
+        raise TypeError(
+            f"pinned_empty: dtype must be one of numpy's numbers, or its name, got {dtype!r}; "
+            "choose one of these"
+        )
+    shape = shape if isinstance(shape, Sequence | np.ndarray) else (shape,)
+    extents = tuple(whole("pinned_empty", "shape", x) for x in shape)
     if any(extent < 0 for extent in extents):
         raise ValueError(
             f"pinned_empty: shape must not be negative, got {extents}; pass the extents"
         )
-    memory = _core.HostMemory(math.prod(extents) * dtype.itemsize)
-    return np.asarray(memory).view(dtype).reshape(extents)
+    memory = _core.HostMemory(math.prod(extents) * plain.itemsize)
+    return np.asarray(memory).view(plain).reshape(extents)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -295,9 +297,24 @@ def test_pinned_memory_is_a_plain_array():
     part[...] = 3
     np.zeros((1000, 1000), F32).fill(7)
     assert (part == 3).all()
+    assert cuattn.pinned_empty(np.array([3, 5])).shape == (3, 5)
     with pytest.raises(
         ValueError, match=r"^pinned_empty: shape must not be negative, got \(3, -1\)"
     ):
         cuattn.pinned_empty((3, -1))
     with pytest.raises(MemoryError, match=r"^pinned_empty: "):
         cuattn.pinned_empty(2**62, np.int8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, 2.5), F32, "shape must be an integer, got 2.5; pass an int"),
+        (True, F32, "shape must be an integer, got True; pass an int"),
+        (3, "nope", "dtype must be one of numpy's numbers, or its name, got 'nope'"),
+        (3, object, "dtype must be one of numpy's numbers, or its name, got <class 'object'>"),
+    ],
+)
+def test_pinned_memory_of_no_shape_or_dtype_is_refused(shape, dtype, message):
+    with pytest.raises(TypeError, match=f"^pinned_empty: {re.escape(message)}"):
+        cuattn.pinned_empty(shape, dtype)
