@@ -63,7 +63,8 @@ def cascade_attention(
     `paged_attention` over pages that hold the prefix, too, for 1 / num_seqs of the reads.
 
     Positions count over both: the prefix's tokens are 0 to shared_len - 1, and query i stands at
-    ``shared_len + context_len - q_len + i``, or at the end of the prefix where that is before it.
+    ``shared_len + context_len - q_len + i``. Where that is within the prefix, as of a sequence with
+    fewer than q_len tokens, it meets the prefix from its end, and its own keys from there.
 
     Parameters
     ----------
