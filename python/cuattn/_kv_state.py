@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 def check_sequence(op: str, seq: Any) -> None:
     """Refuse what cannot be the number of a sequence."""
-    if not isinstance(seq, (int, np.integer)):
+    if not isinstance(seq, (int, np.integer)) or isinstance(seq, bool):
         raise TypeError(
             f"PagedKVCache.{op}: seq must be an integer, got {seq!r}; pass what add or fork gave"
         )

@@ -91,6 +91,8 @@ REFUSALS = {
         "PagedKVCache: num_layers must be an integer, got True; pass an int"),
     "seq_list": (lambda c, s: c.append([1], 1), TypeError,
         "PagedKVCache.append: seq must be an integer, got [1]; pass what add or fork gave"),
+    "seq_true": (lambda c, s: c.append(True, 1), TypeError,
+        "PagedKVCache.append: seq must be an integer, got True; pass what add or fork gave"),
     "seq_list_in_a_table": (lambda c, s: c.block_tables([[1]]), TypeError,
         "PagedKVCache.block_tables: seq must be an integer, got [1]; pass what add or fork gave"),
     "layer_float": (lambda c, s: c.k_cache(0.0), TypeError,
