@@ -134,7 +134,9 @@ void check_positions(const RotateParams& p, const TensorView* positions, const B
                    "; make it longer, or give positions");
     for (int64_t i = 0; !is_known && is_cpu(device) && i < count; ++i) {
       int64_t b = i / p.seqlen, row = i % p.seqlen;
-      if (places.is_read(b, row)) check(std::max<int64_t>(places(b, row), 0), i);
+      CUATTN_REQUIRE(!places.is_read(b, row) || places(b, row) < p.max_position, kFunction,
+                     ": cos must have a row for each place, got ", p.max_position, " for place ",
+                     places(b, row), " of token ", i, "; make it longer, or give positions");
     }
   } else if (is_cpu(device)) {
     for (int64_t i = 0; i < count; ++i) check(places(i / p.seqlen, i % p.seqlen), i);

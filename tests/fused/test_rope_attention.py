@@ -92,7 +92,7 @@ def test_tables_end_where_the_keys_in_use_do(device, rng):
             rows, keys, keys, ends, ends, rope=(COS[:5], SIN[:5]), **options
         ),
     ):
-        with pytest.raises(ValueError, match=r"positions must lie within \[0, \d\), got"):
+        with pytest.raises(ValueError, match=r"cos must have a row for each place, got \d for pla"):
             call()
 
 
