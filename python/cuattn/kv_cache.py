@@ -317,7 +317,7 @@ def pinned_empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndar
     >>> cuattn.pinned_empty((4, 16, 2, 8), "float16").nbytes
     2048
     """
-    if dtype in ("bfloat16", "float8_e4m3fn"):
+    if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes
 
         dtype = getattr(ml_dtypes, dtype)

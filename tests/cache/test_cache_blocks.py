@@ -293,6 +293,9 @@ def test_pinned_memory_is_a_plain_array():
         assert (array == 1).all()
     assert cuattn.pinned_empty(4, "float8_e4m3fn").dtype == E4M3
     assert cuattn.pinned_empty(4, "bfloat16").dtype == ml_dtypes.bfloat16
+    for dtype in (ml_dtypes.bfloat16, E4M3):  # as a type, and as a cache has it
+        assert cuattn.pinned_empty(4, dtype).dtype == dtype
+        assert cuattn.pinned_empty(4, np.empty(0, dtype).dtype).dtype == dtype
     part = cuattn.pinned_empty((1000, 1000), F32)[10]  # a view keeps the memory
     part[...] = 3
     np.zeros((1000, 1000), F32).fill(7)
