@@ -218,7 +218,7 @@ def quantize(
     if shift is not None:
         shift = scaled(shift, dim**-0.5 if scale is None else scale, stream)
         shift = shift[0] if len(getattr(q, "shape", ())) == 3 else shift
-    v_codes = rows_of(v_codes, tuple(v.shape), layout)
+    v_codes = rows_of(v_codes, tuple(getattr(v, "shape", ())), layout)
     return QuantizedQKV(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale)
 
 

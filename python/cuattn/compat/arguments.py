@@ -104,6 +104,13 @@ def window_of(op: str, window_size: Any) -> tuple[int, int]:
     return (-1 if left < 0 else left, -1 if right < 0 else right)
 
 
+def refuse_truth(value: Any) -> Any:
+    """Raise for True and False, which Python takes for 1 and 0; return others."""
+    if isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 def number_of(op: str, name: str, value: Any, way_out: str) -> float:
     """Read a finite number."""
     if wants_gradient(value):
@@ -111,7 +118,7 @@ def number_of(op: str, name: str, value: Any, way_out: str) -> float:
             f"{op}: {name} requires grad, but no gradient goes through it; pass {name}.item()"
         )
     try:
-        number = float(None if isinstance(value, bool) else value)  # True is no number
+        number = float(refuse_truth(value))
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}; {way_out}") from None
     if not abs(number) <= LARGEST_FLOAT:
@@ -122,7 +129,7 @@ def number_of(op: str, name: str, value: Any, way_out: str) -> float:
 def whole_number(op: str, name: str, value: Any) -> int:
     """Read a whole number."""
     try:
-        return operator.index(None if isinstance(value, bool) else value)
+        return operator.index(refuse_truth(value))
     except TypeError:
         raise TypeError(
             f"{op}: {name} must be a whole number, got {value!r}; pass 0 to let the library choose"
