@@ -54,9 +54,9 @@ TRACED = {
 }
 IN_TENSORS = ("array", "scale")  # kinds of options that ops take as tensors
 TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind in IN_TENSORS) for op in ROWS}
-NO_TRUTH = {  # what these kinds of options are, in the words of bindings/call/parse.h
-    **dict.fromkeys(("number", "scale"), ("a number", "a float")),
-    **dict.fromkeys(("count", "length", "pair"), ("an integer", "an int")),
+NO_TRUTH = {  # what numbers are, in the words of bindings/call/parse.h
+    o.name: ("a number", "a float") if o.kind in ("number", "scale") else ("an integer", "an int")
+    for o in options_of(*ROWS, kinds=("number", "scale", "count", "length", "pair"))
 }
 UNTRACED = {
     op: {o.name: o.default for o in options_of(op) if o not in TRACED[op]}
@@ -304,11 +304,11 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_truths(op: str, options: dict[str, Any]) -> None:
     """Raise for True and False in the place of a number, which a schema takes for 1 and 0."""
-    for name, kind in ((o.name, o.kind) for o in TRACED[op] if o.kind in NO_TRUTH):
-        value = options.get(name)
-        for x in value if kind == "pair" and isinstance(value, tuple | list) else (value,):
+    for name, value in options.items():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        for x in parts if name in NO_TRUTH else ():
             if isinstance(x, bool):
-                what, instead = NO_TRUTH[kind]
+                what, instead = NO_TRUTH[name]
                 raise TypeError(f"{op}: {name} must be {what}, got {x!r}; pass {instead}")
 
 
