@@ -33,9 +33,9 @@ def has_rope(op: str, arguments: dict[str, Any]) -> bool:
         for name in ("rope_positions", "rope_interleaved"):
             value = arguments.get(name)
             if value is not None and value is not False:
+                given = value if isinstance(value, bool) else type(value).__name__
                 raise ValueError(
-                    f"{op}: {name} must be left out without rope, got {type(value)}; "
-                    "pass rope=(cos, sin)"
+                    f"{op}: {name} must be left out without rope, got {given}; pass rope=(cos, sin)"
                 )
         return False
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:

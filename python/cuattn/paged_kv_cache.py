@@ -93,14 +93,15 @@ class PagedKVCache(Uncopied):
         max_blocks_per_seq: int | None = None,
     ):
         op = "PagedKVCache"
-        self.pool = BlockPool(num_blocks, block_size)
-        self._blocks = self.pool._pool
         max_blocks_per_seq = num_blocks if max_blocks_per_seq is None else max_blocks_per_seq
-        sizes = {"num_layers": num_layers, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        sizes |= {"num_layers": num_layers, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
         sizes |= {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq}
         check_positive(op, sizes)
         dtype = dtype_name(op, dtype)
         check_blocks(op, block_size, head_dim, dtype, kv_layout)
+        self.pool = BlockPool(num_blocks, block_size)
+        self._blocks = self.pool._pool
         self.num_layers, self.block_size, self.kv_layout = num_layers, block_size, kv_layout
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self._memory = memory_of(op, like)

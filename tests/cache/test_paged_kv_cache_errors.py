@@ -24,7 +24,9 @@ REFUSALS = {
     "num_heads_kv_float": (lambda c, s: make(num_heads_kv=2.0), TypeError,
         "PagedKVCache: num_heads_kv must be an integer, got 2.0; pass an int"),
     "num_blocks_0": (lambda c, s: make(num_blocks=0), ValueError,
-        "BlockPool: num_blocks must lie within [1, 2147483647], got 0; ids are int32"),
+        "PagedKVCache: num_blocks must be >= 1, got 0; give the real number"),
+    "block_size_0": (lambda c, s: make(block_size=0), ValueError,
+        "PagedKVCache: block_size must be >= 1, got 0; give the real number"),
     "head_dim_12": (lambda c, s: make(head_dim=12), ValueError,
         "PagedKVCache: head_dim must be a multiple of 8 for float32, got 12; pad the heads with "
         "zeros"),
