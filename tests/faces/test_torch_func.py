@@ -79,6 +79,43 @@ def test_vmap_of_each_optional_tensor(name, shape, dim):
     assert torch.allclose(got, each(call, (0, 0, 0, dim), q, k, v, x), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k", "kv_start"])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_vmap_of_lengths_of_a_batch_of_one(name, dim):
+    """An expanded or selected axis of 1 folds into a view with a stride, which no call takes."""
+    q, lengths = torch.randn(3, 1, 7, 4, 16), torch.arange(1, 7, dtype=torch.int32)[::2]
+    lengths = lengths[:1] if dim is None else lengths.unsqueeze(1 - dim)
+    call = lambda q, n: attention(q, q, q, **{name: n})  # noqa: E731
+    got = torch.func.vmap(call, (0, dim))(q, lengths)
+    each_length = lengths.flatten().expand(3).split(1)
+    assert torch.equal(got, torch.stack([call(*x) for x in zip(q, each_length, strict=True)]))
+
+
+def test_vmap_over_the_last_axis_of_offsets_and_states():
+    q, states = torch.randn(3, 5, 4, 16), torch.arange(6).reshape(2, 3)
+    ends = torch.tensor([[0, 0, 0], [2, 0, 3], [5, 5, 5]], dtype=torch.int32)
+    packed = lambda q, n: cuattn.torch.attention_varlen(q, q, q, n, n, 5, 5)  # noqa: E731
+    want = torch.stack([packed(q[i], ends[:, i].contiguous()) for i in range(3)])
+    assert torch.equal(torch.func.vmap(packed, (0, 1))(q, ends), want)
+    dropped = lambda q, s: attention(q, q, q, dropout_p=0.5, dropout_state=s)  # noqa: E731
+    q = q[:, None]
+    want = torch.stack([dropped(q[i], states[:, i].contiguous()) for i in range(3)])
+    assert torch.equal(torch.func.vmap(dropped, (0, 1))(q, states), want)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "dropout_seed": 1}])
+def test_vmap_over_the_last_axis_of_queries(batch, options):
+    """Folded into a batch of 1, or selected, they are rows with gaps, which no kernel reads."""
+    q, sinks = torch.randn(batch, 5, 4, 16, 3), torch.zeros(4)
+    loss = lambda q, s: attention(q, q, q, sinks=s, **options).square().sum()  # noqa: E731
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1)), (4, None))(q, sinks)
+    for i in range(3):
+        want = torch.func.grad(loss, (0, 1))(q[..., i].contiguous(), sinks)
+        for x, y in zip(found, want, strict=True):
+            assert torch.allclose(x[i], y, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 3, 16)])
 @pytest.mark.parametrize("dim", [None, 0, -1])

@@ -24,12 +24,17 @@ SMALL_GRADIENTS = ("dbias", "dsinks", "dslopes")
 Arguments = tuple[tuple[Any, ...], tuple[int | None, ...]]
 
 
+def closed_up(x: Tensor) -> Tensor:
+    """Copy rows, lengths and states whose last axis vmap leaves with gaps: calls take none."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
 def one_by_one(op: Any, size: int, given: Arguments, options: dict[str, Any]) -> Any:
     """Call the op for each example and stack the results."""
     parts = [
         op(
             *(
-                x if dim is None else x.select(dim, i)
+                x if dim is None else closed_up(x.select(dim, i))
                 for x, dim in zip(given[0], given[1], strict=True)
             ),
             **options,
@@ -42,7 +47,7 @@ def one_by_one(op: Any, size: int, given: Arguments, options: dict[str, Any]) ->
 def fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Make the mapped axis part of the first one."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(-1, *x.shape[2:])
+    return closed_up(x.reshape(-1, *x.shape[2:]))
 
 
 def fold_broadcast(x: Tensor, dim: int | None, size: int, batch: int, axes: int) -> Tensor:
