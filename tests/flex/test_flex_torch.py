@@ -121,6 +121,28 @@ def test_what_is_refused(rng):
         assert not cuattn.flex_attention(q, k, v).requires_grad
 
 
+def test_a_learned_number_behind_an_attribute_is_refused_and_not_lost(rng):
+    q, gain = leaves(rng, (1, 9, 2, 16), ())
+    owner = type("Owner", (), {"gain": gain, "gains": gain[None]})()
+    for score in (
+        lambda s, b, h, i, j: s * owner.gain,
+        lambda s, b, h, i, j: torch.tanh(owner.gains[0] * s),
+        lambda s, b, h, i, j: torch.where(i > j, s, owner.gain),
+    ):
+        with pytest.raises(NotImplementedError, match="score_mod reaches a tensor that requires"):
+            cuattn.flex_attention(q, q, q, score_mod=score)
+        with torch.no_grad():
+            assert cuattn.flex_attention(q, q, q, score_mod=score).isfinite().all()
+    number = lambda s, b, h, i, j: s * owner.gain.item()  # noqa: E731
+    mask = lambda b, h, i, j: i - j < owner.gain + 5  # noqa: E731  has no gradient by it
+    cuattn.flex_attention(q, q, q, score_mod=number, mask_mod=mask).sum().backward()
+    assert q.grad is not None
+    assert gain.grad is None
+    own = owner.gain
+    cuattn.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s * own).sum().backward()
+    assert gain.grad is not None
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_whole_step_is_one_graph_of_torch_compile(rng):
     q, k, v = leaves(rng, (1, 50, 4, 16), (1, 60, 2, 16), (1, 60, 2, 24))

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .tracers import number_of
+
 FLOAT, INT, BOOL = "float", "int", "bool"
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
@@ -211,8 +213,7 @@ def read(x: Any) -> Expr:
         return x
     if isinstance(x, Operand):
         return x.value()
-    if getattr(x, "shape", None) == () and hasattr(x, "item"):
-        x = x.item()
+    x = number_of(x)
     if isinstance(x, bool):
         return Expr("const", (x,), BOOL)
     if isinstance(x, int):
@@ -475,8 +476,7 @@ COMPOSED: dict[str, Callable[..., Expr]] = {
     "exp2": lambda x: exp(read(x) * math.log(2.0)),
     "log2": lambda x: log(x) * (1.0 / math.log(2.0)),
     "rsqrt": lambda x: 1.0 / sqrt(x),
-    "square": lambda x: power(x, 2),
-    "pos": lambda x: read(x),
+    **{"square": lambda x: power(x, 2), "pos": read},
 }
 BINARY: dict[str, Callable[[str, Expr, Expr], Expr]] = {
     **dict.fromkeys((*ARITHMETIC, *COMPARISONS, "min", "max"), compute),

@@ -46,7 +46,7 @@ from .expression import (
 )
 from .lengths import parameters
 from .text import listing
-from .tracers import Unknown, is_jax_tracer, original, refuse_batched
+from .tracers import Unknown, is_jax_tracer, original, refuse_batched, running
 
 MAX_AXES = 2
 FOREIGN = ("numpy", "torch", "jax", "cupy", "math", "cuattn")  # whose functions run as they are
@@ -301,10 +301,10 @@ def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
     rebuilt = rebuilder.replace(function, True)
     if rebuilder.asks_types and traced.scalars:
         raise TraceError("a function that calls type() is traced with its numbers as constants")
-    lengths = {"q_len": Q_LEN, "kv_len": KV_LEN}
-    asked = {name: lengths[name] for name in parameters(function)}
+    asked = {n: {"q_len": Q_LEN, "kv_len": KV_LEN}[n] for n in parameters(function)}
     symbols = (SCORE, B, H, Q, K) if traced.is_score else (B, H, Q, K)
-    return checked(read(rebuilt(*symbols, **asked)), traced.scalars)
+    with running(traced.is_score):
+        return checked(read(rebuilt(*symbols, **asked)), traced.scalars)
 
 
 def checked(expr: Expr, scalars: list[Any]) -> Expr:

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells what JAX traces, and stands for it: nothing that outlives a trace may hold its tracers.
 
+What torch differentiates by is refused here where it would become a number.
+
 Next: trace.py, which captures arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
+
+in_score = contextvars.ContextVar("in_score", default=False)  # a score function runs on symbols
 
 
 class Unknown:
@@ -48,6 +55,30 @@ def refuse_batched(x: Any) -> None:
             "torch.func.vmap, which has no rule for flex_attention; make the mapped axis a part of "
             "the batch, or call flex_attention in a loop"
         )
+
+
+@contextlib.contextmanager
+def running(is_score: bool) -> Iterator[None]:
+    """Say what is traced meanwhile: a score, or a mask, which has no gradient."""
+    token = in_score.set(is_score)
+    try:
+        yield
+    finally:
+        in_score.reset(token)
+
+
+def number_of(x: Any) -> Any:
+    """Return the number that an array without axes is; all else as it is."""
+    if getattr(x, "shape", None) != () or not hasattr(x, "item"):
+        return x
+    torch: Any = sys.modules.get("torch")
+    if in_score.get() and getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"flex_attention: score_mod reaches a tensor that requires grad, {float(x.detach()):g},"
+            " through an attribute or a call, so that it would get no gradient; assign it to a "
+            "local before the function is defined, or compute with its .item()"
+        )
+    return x.item()
 
 
 def original(x: Any) -> Any:
