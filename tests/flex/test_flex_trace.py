@@ -350,6 +350,15 @@ def test_an_array_behind_an_attribute_is_refused_with_the_way_out(library):
             flex.trace(mask)
 
 
+def test_an_attribute_is_no_global_of_its_name():
+    """CUBE has too many axes and COMPLEX no dtype to capture; nobody reads them here."""
+    model = types.SimpleNamespace(CUBE=2.0, COMPLEX=1)
+    traced = flex.trace(lambda s, b, h, q, k: s * model.CUBE - model.COMPLEX, True)
+    assert traced.arrays == []
+    inside = flex.trace(lambda b, h, q, k: (lambda i: IDS[i] == 1)(q))
+    assert inside.arrays[0] is IDS
+
+
 def test_a_score_function_returns_a_score():
     with pytest.raises(TypeError, match=r"score_mod .*returns a score, got the condition"):
         flex.trace(lambda s, b, h, q, k: s > 0, True)

@@ -14,7 +14,6 @@ import builtins
 import dis
 import functools
 import hashlib
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -49,6 +48,7 @@ from .text import listing
 from .tracers import Unknown, is_jax_tracer, original, refuse_batched, running
 
 MAX_AXES = 2
+GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter of class bodies
 FOREIGN = ("numpy", "torch", "jax", "cupy", "math", "cuattn")  # whose functions run as they are
 KINDS = {
     **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16"), INT),
@@ -206,9 +206,11 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_of(constant)
 
 
-def names_of(code: types.CodeType) -> Iterator[str]:
-    """List the globals that a function and the functions inside it may read."""
-    return itertools.chain.from_iterable(inner.co_names for inner in codes_of(code))
+@functools.lru_cache(maxsize=1024)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """List the globals, not the attributes, that a function and the functions inside it read."""
+    steps = (step for inner in codes_of(code) for step in dis.get_instructions(inner))
+    return tuple(dict.fromkeys(x.argval for x in steps if x.opname in GLOBALS))
 
 
 class Rebuilder:
@@ -398,17 +400,15 @@ def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
 
 # Builtins that read what neither a closure nor the names of a function tell.
 LOOKUPS = frozenset(("__import__", "eval", "exec", "globals", "locals", "open", "vars"))
-IMPORT = dis.opmap["IMPORT_NAME"]
 HIDDEN = object()  # stands for what they read, and what an import inside a function does
-VALUES = (str, bytes, bool, type(None), type(...), np.generic, np.dtype, np.ufunc)
-SETTLED = (*VALUES, types.CodeType)
+SETTLED = (str, bytes, bool, type(None), type(...), types.CodeType, np.generic, np.dtype, np.ufunc)
 memory: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 @functools.lru_cache(maxsize=1024)
 def lookups_of(code: types.CodeType) -> tuple[str, ...] | None:
     """List the LOOKUPS that a function and those inside it name; None if one imports."""
-    if any(IMPORT in inner.co_code[::2] for inner in codes_of(code)):
+    if any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in codes_of(code)):
         return None
     return tuple(name for name in names_of(code) if name in LOOKUPS)
 
