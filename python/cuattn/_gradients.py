@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ._options import OPS, Option, options_of
 
@@ -32,8 +33,10 @@ def forward_options(op: str) -> Iterator[Option]:
             yield option
 
 
-def check_need(op: str, need: Sequence[str]) -> tuple[str, ...]:
-    """Refuse what is no sequence of different gradients."""
+def check_need(
+    op: str, need: Sequence[str], given: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:
+    """Refuse what is no sequence of different gradients, and a result it does not name."""
     names = tuple(need) if isinstance(need, (tuple, list)) else (need,)
     are_words = all(isinstance(name, str) for name in names)  # others may have no hash
     if (
@@ -46,4 +49,10 @@ def check_need(op: str, need: Sequence[str]) -> tuple[str, ...]:
             f"{op}: need must name one or more of {', '.join(GRADIENTS)}, each once, got {need!r}; "
             "pass a tuple of names"
         )
+    for name in GRADIENTS:
+        if name not in names and given is not None and given.get(name) is not None:
+            raise ValueError(
+                f"{op}: {name} must be named by need to be written, got need={names}; add it "
+                f"there, or leave {name} out"
+            )
     return names

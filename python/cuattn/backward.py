@@ -97,8 +97,8 @@ def attention_backward(
         The gradients to compute, in the order in which they are returned; what is left out saves
         time. "dbias", "dsinks" and "dslopes" need bias (not of bool), sinks and alibi_slopes.
     dq, dk, dv, dbias, dsinks, dslopes : array, optional
-        Written in place and returned. dk and dv may be float32 where the rest is not, to add up
-        gradients. They share no memory with each other or another argument.
+        Written in place and returned; need has to name them. dk and dv may be float32 where the
+        rest is not, to add up gradients. They share no memory with each other or another argument.
     workspace : array, optional
         Contiguous memory on the device of q: ``explain(...).workspace_bytes``, of any dtype. By
         default it comes from q's library.
@@ -242,7 +242,7 @@ def attention_varlen_backward(
 
 def differentiate(op: str, arguments: dict[str, Any]) -> Any:
     """Run a backward pass of arguments by name."""
-    arguments["need"] = check_need(op, arguments["need"])
+    arguments["need"] = check_need(op, arguments["need"], arguments)
     results = _core.attention_backward(arguments)
     if results is NotImplemented:
         return getattr(jax_face(), op)(**arguments)

@@ -84,6 +84,8 @@ REFUSALS = {
     "need_twice": (RAGGED, {"need": ["dq", "dq"]}, ValueError,
         f"need must name one or more of {NAMES}, each once, got ['dq', 'dq']; pass a tuple of "
         "names"),
+    "need_without_a_given_result": (DENSE, {"need": "dq", "dk": ones(2, 7, 2, 16)}, ValueError,
+        "dk must be named by need to be written, got need=('dq',); add it there, or leave dk out"),
     "need_dbias": (DENSE, {"need": ("dbias",)}, ValueError,
         "need must not name dbias where no bias is given; pass bias=, or leave it out"),
     "need_dsinks": (DENSE, {"need": ("dq", "dsinks")}, ValueError,

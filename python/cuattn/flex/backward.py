@@ -94,7 +94,7 @@ def flex_attention_backward(
     [0.0, 0.0, 0.0, 0.0]
     """
     refuse_unknown(NAME, options, TAKES)
-    need = check_need(NAME, need)
+    need = check_need(NAME, need, options)
     arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "need": need}
     arguments |= options
     if not isinstance(arrays, tuple | list):
