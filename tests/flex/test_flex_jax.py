@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,20 @@ def test_numbers_that_jax_traces_are_refused_as_their_gradients_would_be_lost():
     step = 1e-2
     want = (loss(0.5 + step) - loss(0.5 - step)) / (2 * step)
     np.testing.assert_allclose(jax.grad(loss)(0.5), want, rtol=1e-2)
+
+
+def test_a_learned_number_behind_an_attribute_is_refused_and_not_lost():
+    """Under grad alone it has a value, which became a constant with the gradient 0."""
+    q, owner = jax.numpy.ones((1, 9, 2, 8)), types.SimpleNamespace()
+
+    def loss(gain):
+        owner.gain = gain
+        return cuattn.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s * owner.gain).sum()
+
+    for transform in (jax.grad, jax.jit):
+        with pytest.raises(NotImplementedError, match="not reach an array that JAX traces"):
+            transform(loss)(1.5)
+    assert loss(jax.numpy.float32(1.5)) == loss(1.5)
 
 
 @pytest.mark.parametrize("of_torch", [False, True])

@@ -72,11 +72,15 @@ def number_of(x: Any) -> Any:
     if getattr(x, "shape", None) != () or not hasattr(x, "item"):
         return x
     torch: Any = sys.modules.get("torch")
-    if in_score.get() and getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+    is_learned = getattr(x, "requires_grad", False) and torch.is_grad_enabled()
+    if in_score.get() and (is_learned or is_jax_tracer(x)):
+        what, last = "a tensor that requires grad", ", or compute with its .item()"
+        if is_jax_tracer(x):
+            what, last = "an array that JAX traces", ""
         raise NotImplementedError(
-            f"flex_attention: score_mod reaches a tensor that requires grad, {float(x.detach()):g},"
-            " through an attribute or a call, so that it would get no gradient; assign it to a "
-            "local before the function is defined, or compute with its .item()"
+            f"flex_attention: score_mod must not reach {what} through an attribute or a call, where"
+            " it would be a number without a gradient, got one without axes; assign it to a local "
+            f"before the function is defined{last}"
         )
     return x.item()
 
