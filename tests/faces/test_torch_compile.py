@@ -218,6 +218,36 @@ class TestRecordings:
             recorded(how, call, x)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("face", [cuattn.attention, cuattn.torch.scaled_dot_product_attention])
+def test_a_trace_of_a_module_with_parameters_passes_torchs_check(face, causal):
+    """The check traces again without grad mode, where no lse was made and no size asked for."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(16, 48)
+
+        def forward(self, x):
+            heads = self.qkv(x).view(*x.shape[:2], 3, 2, 8).unbind(2)
+            if face is cuattn.attention:
+                return face(*heads, causal=causal)
+            return face(*(h.transpose(1, 2) for h in heads), is_causal=causal)
+
+    layer, x, other = Layer(), torch.randn(2, 9, 16), torch.randn(3, 5, 16)
+    traced = torch.jit.trace(layer, x)
+    with torch.no_grad():
+        served = torch.jit.trace(layer, x)  # is trained all the same
+    want = layer(other)
+    (expected,) = torch.autograd.grad(want.square().sum(), layer.qkv.weight)
+    for module in (traced, served):
+        found = module(other)
+        assert torch.equal(found, want)
+        (gradient,) = torch.autograd.grad(found.square().sum(), layer.qkv.weight)
+        assert torch.equal(gradient, expected)
+
+
 def test_a_dispatch_mode_that_records_nothing_changes_nothing():
     from torch.utils._python_dispatch import TorchDispatchMode
 

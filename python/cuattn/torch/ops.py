@@ -341,7 +341,9 @@ def run_op(
     q = arguments[0]
     if wants_gradient and q.dtype in CODES:
         refuse_float8(op)
-    if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
+    # Asked by a trace of torch.jit, sizes would be recorded, and by the check of the trace not.
+    asks = wants_gradient and not torch.jit.is_tracing()
+    if asks and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
         refuse_wide(op, q, arguments[2])
     if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
         if not UNTRACED[op].keys().isdisjoint(options):
@@ -358,7 +360,9 @@ def run_op(
     refuse_truths(op, rest)
     tensors = [as_tensor(rest.pop(name, None), q) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
-    watched = wants_gradient or torch._C._are_functorch_transforms_active()
+    # A trace of torch.jit is checked by one without grad mode, and may be trained where it was not.
+    recorded = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    watched = wants_gradient or recorded
     out, lse = op_of(op)(*arguments, *tensors, return_lse=wants_lse or watched, **rest)
     return (out, lse) if wants_lse else out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import attention as run_attention
@@ -143,7 +144,9 @@ def attend(
         if seqlen_kv > seqlen_q:
             seqlen_kv = seqlen_q
             key, value = key[:, :, :seqlen_kv], value[:, :, :seqlen_kv]
-        options["window"] = (-1, seqlen_q - seqlen_kv)
+        right = seqlen_q - seqlen_kv
+        # torch.jit.trace makes tensors of sizes, and fails at one in a list.
+        options["window"] = (-1, int(right) if torch.jit.is_tracing() else right)
     if dropout_p:
         options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
     wants_gradient = differentiated(query, key, value, options)
