@@ -51,18 +51,23 @@ def no_pair(op: str, rope: Any) -> str:
     return f"{op}: rope must be two arrays (cos, sin), got {found}; {way_out}"
 
 
-def rotation(op: str, name: str, x: Any, *arguments: Any) -> Any:
+def rotation(op: str, name: str, x: Any, cos: Any, sin: Any, *arguments: Any) -> Any:
     """Rotate an array of a call, with a gradient where torch or JAX want one."""
+    for word, table in (("cos", cos), ("sin", sin)):
+        if wants_gradient(table):
+            raise NotImplementedError(
+                f"{op}: {word} requires grad, but no gradient goes through it; pass {word}.detach()"
+            )
     try:
         if wants_gradient(x):
             from .torch import rope as torch_rope
 
-            return torch_rope.rotate(op, name, x, *arguments)
-        found = _core.apply_rope(op, name, x, *arguments)
+            return torch_rope.rotate(op, name, x, cos, sin, *arguments)
+        found = _core.apply_rope(op, name, x, cos, sin, *arguments)
         if found is NotImplemented:
             from .jax import rope as jax_rope
 
-            found = jax_rope.rotate(op, name, x, *arguments)
+            found = jax_rope.rotate(op, name, x, cos, sin, *arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise type(error)(in_words_of(op, name, str(error))) from None
     return found

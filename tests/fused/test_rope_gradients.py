@@ -149,6 +149,8 @@ def test_what_torch_is_refused():
          "apply_rope: out must be None while torch differentiates x"),
         (lambda: cuattn.apply_rope(x, cos.clone().requires_grad_(), sin),
          r"apply_rope: cos requires grad, .* pass cos.detach\(\)"),
+        (lambda: cuattn.attention(*[x.detach()] * 3, rope=(cos.clone().requires_grad_(), sin)),
+         r"attention: cos requires grad, .* pass cos.detach\(\)"),
         (lambda: cuattn.attention(x, x, x, rope=(cos, sin.clone().requires_grad_())),
          "attention: sin requires grad"),
         (lambda: torch.func.vmap(torch.func.grad(

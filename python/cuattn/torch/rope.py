@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .._arrays import wants_gradient
 from .eager import rows_in_order
 
 
@@ -89,11 +88,6 @@ def rotate(
             raise NotImplementedError(
                 f"{op}: {word} must be None while torch differentiates {name}; leave it out, or "
                 "call it under torch.no_grad()"
-            )
-    for word, table in (("cos", cos), ("sin", sin)):
-        if wants_gradient(table):
-            raise NotImplementedError(
-                f"{op}: {word} requires grad, but no gradient goes through it; pass {word}.detach()"
             )
     arrays = {key: a for key, a in lengths.items() if hasattr(a, "__dlpack__")}
     others = {key: a for key, a in lengths.items() if key not in arrays}
