@@ -351,3 +351,27 @@ def test_a_captured_tensor_that_vmap_maps_over_is_refused_with_the_way_out():
     mod = lambda s, b, h, i, j: s + zeros[j]  # noqa: E731
     out = torch.func.vmap(lambda x: cuattn.flex_attention(q, q, q, score_mod=mod) + x)(zeros)
     assert torch.equal(out[1], cuattn.flex_attention(q, q, q))
+
+
+def test_dropout_without_a_seed_draws_one_from_torchs_generator():
+    """As `attention` does: both ways have the same, and torch.manual_seed repeats it."""
+    q = torch.randn(2, 40, 2, 16, requires_grad=True)
+    mask = lambda b, h, i, j: j <= i  # noqa: E731
+
+    def call(q, **options):
+        return cuattn.flex_attention(q, q, q, mask_mod=mask, dropout_p=0.5, **options)
+
+    for run in (call, torch.compile(call, backend="eager")):
+        torch.manual_seed(3)
+        first, other = run(q), run(q)
+        torch.manual_seed(3)
+        assert torch.equal(run(q), first)
+        assert not torch.equal(other, first)
+        torch.manual_seed(3)
+        state = torch.stack((torch.randint(2**62, ()), torch.tensor(0)))
+        want = call(q, dropout_state=state)
+        assert torch.equal(want, first)
+        found = [torch.autograd.grad(x.sum(), q)[0] for x in (first, want)]
+        assert torch.equal(*found)
+        with torch.no_grad():
+            assert call(q).shape == q.shape

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import Array, ArrayT
+from .._call import is_torch, torch_face
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._options import DENSE, PASSES, options_of
 from .._other_names import way_out
@@ -88,9 +89,11 @@ def flex_attention(
     CompileError
         On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
     """
-    arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
     refuse_jit_trace(NAME)
+    if options.get("dropout_p") and is_torch(q):
+        options = torch_face().ops.with_dropout_state(q, options)
+    arguments = {"q": q, "k": k, "v": v, **options}
     score = None if score_mod is None else trace(score_mod, is_score=True)
     mask = None if mask_mod is None else trace(mask_mod)
     captured = [] if score is None else score.arrays

@@ -20,6 +20,7 @@ from .._gradients import DIFFERENTIABLE, SOURCES
 from .._kv_shapes import head_dim_of_values
 from ..flex.block_mask import BlockMask
 from ..flex.block_mask import create_block_mask as block_mask_builtin
+from .ops import with_dropout_state
 
 NAME = "flex_attention"
 TENSORS = (
@@ -230,6 +231,7 @@ def attend(
     """Stand for `cuattn.flex_attention` in a graph."""
     for x in (score_mod, mask_mod):
         guard(x)
+    options = with_dropout_state(q, options)
     others = tuple((n, x) for n, x in options.items() if n not in TENSORS)
     for name, x in others:
         if isinstance(x, Tensor):
