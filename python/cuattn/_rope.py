@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _checks, _core
 from ._arrays import wants_gradient
@@ -17,12 +17,12 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in arguments.items() if name not in TURNED[op]}
     if not TURNED[op] or not has_rope(op, arguments):
         return rest
-    rope, positions = arguments["rope"], arguments["rope_positions"]
+    cos, sin = arguments["rope"]
     lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
-    interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
     q = rotation(
-        op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
-    )
+        op, "q", arguments["q"], cos, sin, arguments["rope_positions"],
+        arguments["rope_interleaved"], False, 0, lengths, None, arguments["stream"],
+    )  # fmt: skip
     return {**rest, "q": q}
 
 
@@ -51,23 +51,58 @@ def no_pair(op: str, rope: Any) -> str:
     return f"{op}: rope must be two arrays (cos, sin), got {found}; {way_out}"
 
 
-def rotation(op: str, name: str, x: Any, cos: Any, sin: Any, *arguments: Any) -> Any:
+class Turn(NamedTuple):
+    """What a rotation of the array `name` of a call is told beside its arrays."""
+
+    op: str
+    name: str
+    interleaved: bool
+    inverse: bool
+    offset: int
+    lengths: dict[str, Any]  # places follow from, where there are no positions
+
+    def run(
+        self, x: Any, cos: Any, sin: Any, positions: Any, out: Any = None, stream: Any = None
+    ) -> Any:
+        """Rotate x; NotImplemented for JAX arrays."""
+        return _core.apply_rope(
+            self.op, self.name, x, cos, sin, positions, self.interleaved, self.inverse, self.offset,
+            self.lengths, out, stream,
+        )  # fmt: skip
+
+
+def rotation(
+    op: str,
+    name: str,
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    interleaved: bool,
+    inverse: bool,
+    offset: int,
+    lengths: dict[str, Any],
+    out: Any,
+    stream: Any,
+) -> Any:
     """Rotate an array of a call, with a gradient where torch or JAX want one."""
     for word, table in (("cos", cos), ("sin", sin)):
         if wants_gradient(table):
             raise NotImplementedError(
                 f"{op}: {word} requires grad, but no gradient goes through it; pass {word}.detach()"
             )
+    turn = Turn(op, name, interleaved, inverse, offset, lengths)
+    arrays = x, cos, sin, positions
     try:
         if wants_gradient(x):
             from .torch import rope as torch_rope
 
-            return torch_rope.rotate(op, name, x, cos, sin, *arguments)
-        found = _core.apply_rope(op, name, x, cos, sin, *arguments)
+            return torch_rope.rotate(turn, *arrays, out, stream)
+        found = turn.run(*arrays, out, stream)
         if found is NotImplemented:
             from .jax import rope as jax_rope
 
-            found = jax_rope.rotate(op, name, x, cos, sin, *arguments)
+            found = jax_rope.rotate(turn, *arrays, out, stream)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise type(error)(in_words_of(op, name, str(error))) from None
     return found

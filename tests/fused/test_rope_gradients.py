@@ -120,23 +120,28 @@ def test_the_face_of_torch_rotates_too(rng):
     torch = frameworks.require("torch")
     from cuattn.torch import attention
 
-    q, k, v, weight = map(torch.from_numpy, drawn(rng))
+    arrays = drawn(rng)
+    places = np.arange(5) + 4
+    gradient = wanted(*arrays, places, False)[0]
+    q, k, v, weight = map(torch.from_numpy, arrays)
     rope = torch.from_numpy(COS), torch.from_numpy(SIN)
-    places = torch.arange(4, 9).repeat(2, 1)
-    want = cuattn.attention(cuattn.apply_rope(q, *rope, places), k, v)
+    turned = cuattn.apply_rope(q, *rope, torch.from_numpy(places).repeat(2, 1))
+    want = cuattn.attention(turned, k, v, causal=True)
     q.requires_grad_()
     for options in ({}, {"deterministic": True}, {"return_lse": True}):
-        out = attention(q, k, v, rope=rope, **options)
+        out = attention(q, k, v, causal=True, rope=rope, **options)
         out = out[0] if "return_lse" in options else out
         torch.testing.assert_close(out.detach(), want, rtol=1e-4, atol=1e-5)
         (dq,) = torch.autograd.grad((out * weight).sum(), q)
-        assert (dq.abs().sum((1, 2, 3)) > 0).all()
+        np.testing.assert_allclose(dq, gradient, rtol=2e-4, atol=2e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        out = attention(q, k, v, rope=rope)
+        out = attention(q, k, v, causal=True, rope=rope)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
     with torch.no_grad():
-        compiled = torch.compile(lambda q: attention(q, k, v, rope=rope) * 2, backend="eager")
+        compiled = torch.compile(
+            lambda q: attention(q, k, v, causal=True, rope=rope) * 2, backend="eager"
+        )
         torch.testing.assert_close(compiled(q), 2 * want, rtol=1e-4, atol=1e-5)
 
 
@@ -182,11 +187,10 @@ def test_gradients_of_jax(jax, case, rng):
     for find in (jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2)))):
         for found, expected in zip(find(q, k, v), want, strict=True):
             np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
-    both = jax.vmap(jax.grad(lambda q: loss(q[None], k[:1], v[:1]))) if given is None else None
-    if both is not None:
-        found = both(q)
-        assert found.shape == q.shape
-        assert np.isfinite(found).all()
+    if given is None:
+        alone = jax.grad(lambda q: loss(q[None], k[:1], v[:1]))
+        each = np.stack([alone(x) for x in q])
+        np.testing.assert_allclose(jax.vmap(alone)(q), each, rtol=2e-4, atol=2e-5)
 
 
 def jax_and_numpy(jax, device, function, arrays, **options):

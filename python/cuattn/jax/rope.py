@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._rope import Turn
 from .call import check_arrays, refuse
 from .fused import call, flag, number
 
@@ -54,39 +55,17 @@ def way_back(static: Static, tables: dict[str, jax.Array], gradient: Any) -> tup
 turn.defvjp(forward, way_back, symbolic_zeros=True)
 
 
-def apply_rope(
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    positions: jax.Array | None = None,
-    *,
-    interleaved: bool = False,
-    inverse: bool = False,
-    offset: int = 0,
-    out: Any = None,
-    stream: Any = None,
-) -> Any:
-    """`cuattn.apply_rope` on JAX arrays; positions may be int32. A gradient reaches x."""
-    return rotate(
-        "apply_rope", "x", x, cos, sin, positions, interleaved, inverse, offset, {}, out, stream
-    )
-
-
 def rotate(
-    op: str,
-    name: str,
+    turning: Turn,
     x: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     positions: jax.Array | None,
-    interleaved: bool,
-    inverse: bool,
-    offset: int,
-    lengths: dict[str, Any],
     out: Any,
     stream: Any,
 ) -> jax.Array:
-    """Rotate array `name` of a call; `lengths`: those of ../_rope.py, which places follow from."""
+    """Rotate an array of a call; a gradient reaches it. positions may be int32."""
+    op, name, interleaved, inverse, offset, lengths = turning
     refuse(op, out=out, stream=stream)
     check_arrays(op, {name: x, "cos": cos, "sin": sin}, positions=positions)
     if x.ndim not in (3, 4):
@@ -95,11 +74,9 @@ def rotate(
             f"head_dim], got shape {x.shape}; reshape it"
         )
     if lengths.get("one_token"):
-        found = rotate(
-            op, name, x[:, None], cos, sin, None if positions is None else positions[:, None],
-            interleaved, inverse, offset, {**lengths, "one_token": False}, None, None,
-        )  # fmt: skip
-        return found[:, 0]
+        places_of = None if positions is None else positions[:, None]
+        one = turning._replace(lengths={**lengths, "one_token": False})
+        return rotate(one, x[:, None], cos, sin, places_of, None, None)[:, 0]
     heads_first = lengths.get("layout") == "bhsd"
     rows = x.swapaxes(1, 2) if heads_first else x
     tokens, count = rows.shape[:-2], math.prod(rows.shape[:-2])
@@ -126,8 +103,8 @@ def places(op: str, cos: jax.Array, tokens: tuple[int, ...], lengths: dict[str, 
     """
     rows = jnp.arange(tokens[-1], dtype=jnp.int32)
     starts = vector(op, "cu_seqlens_q", lengths, None)
-    keys = int(lengths.get("seqlen_k", tokens[-1]))
     if starts is None:
+        keys = int(lengths.get("seqlen_k", tokens[-1]))
         if cos.ndim == 2 and lengths.get("seqused_k") is None and keys > cos.shape[0]:
             raise ValueError(
                 f"{op}: cos must have a row for each of the {keys} tokens of a sequence, got "
@@ -144,11 +121,11 @@ def places(op: str, cos: jax.Array, tokens: tuple[int, ...], lengths: dict[str, 
         return jnp.zeros(tokens, jnp.int32)
     queries = used(op, "seqused_q", lengths, jnp.diff(starts))
     starts_k = vector(op, "cu_seqlens_k", lengths, batch + 1)
-    own = starts_k is None and lengths.get("seqused_k") is None and "seqlen_k" not in lengths
-    every = jnp.full(batch, keys, jnp.int32) if starts_k is None else jnp.diff(starts_k)
-    if starts_k is None and "seqlen_k" not in lengths:
-        every = jnp.full(batch, jnp.iinfo(jnp.int32).max, jnp.int32)
-    last = queries if own else used(op, "seqused_k", lengths, every)
+    if starts_k is None:  # keys in blocks, whose lengths in use are given
+        stored = jnp.full(batch, jnp.iinfo(jnp.int32).max, jnp.int32)
+    else:
+        stored = jnp.diff(starts_k)
+    last = used(op, "seqused_k", lengths, stored)
     sequence = jnp.clip(jnp.searchsorted(starts[:-1], rows, side="right") - 1, 0, batch - 1)
     row = rows - starts[sequence]
     found = row + last[sequence] - queries[sequence]

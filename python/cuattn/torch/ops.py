@@ -293,8 +293,6 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
         if name == "residual":
             why = "the pass that adds it is no op"
             how = f"write {op}(...) + residual"
-        if name in TURNED[op]:
-            why, how = "no op rotates", "rotate q by operations of torch"
         raise NotImplementedError(
             f"{op}: {name} must be {default!r} while torch traces or differentiates, because {why};"
             f" {how}"
@@ -390,7 +388,8 @@ def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
     check_tensors(op, *arguments[:3])
     arguments = (*autocast(*arguments[:3]), *arguments[3:])
-    (q, k, v, *_), options = arguments, options = with_rotation(op, arguments, options)
+    arguments, options = with_rotation(op, arguments, options)
+    q, k, v = arguments[:3]
     options = with_dropout_state(q, options)
     wants_gradient = differentiated(q, k, v, options)
     if wants_gradient or traced(q):
