@@ -321,16 +321,12 @@ def dequantize(
             "these"
         )
     arguments = x, scale, layout, channels, dtype, out, stream
-    try:
-        result = _core.dequantize(*arguments)
-        if result is not NotImplemented:
-            return result
-        from .jax import float8
+    result = _core.dequantize(*arguments)
+    if result is not NotImplemented:
+        return result
+    from .jax import float8
 
-        return float8.dequantize(*arguments)
-    except ValueError as error:
-        refuse_channels(x, scale, channels, str(error))
-        raise
+    return float8.dequantize(*arguments)
 
 
 def run(
@@ -374,17 +370,6 @@ def in_words_of(op: str, name: str, message: str) -> str:
         return message  # of a producer of arrays
     words = {"x": name, "mean": "key_mean", "shift_mean": "key_mean"}
     return _checks.in_words_of(op, words, message.replace(" like x", f" like {name}"))
-
-
-def refuse_channels(x: Any, scale: Any, channels: Any, message: str) -> None:
-    """Raise, for scales of channels that were not said to be, what says so."""
-    shape: Any = getattr(scale, "shape", ())
-    rule, cut, _ = message.rpartition("; allocate it so")
-    of_channels = len(shape) == 3 and shape[-1] == x.shape[-1] and not channels
-    if cut and of_channels and rule.startswith("dequantize: scale must have shape"):
-        raise ValueError(
-            f"{rule}; pass channels=True for scales of channels, (batch, heads, dim)"
-        ) from None
 
 
 def scaled(shift: Any, factor: Any, stream: Any) -> Any:

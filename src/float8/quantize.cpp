@@ -2,6 +2,7 @@
 #include "src/float8/quantize.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "src/cache/checks.h"
 #include "src/check/arrays.h"
@@ -59,6 +60,15 @@ void require_numbers(const char* fn, const char* name, const TensorView& view, D
   require_strided(fn, name, view, output, true);
 }
 
+// What to do about a scale of another shape. Of quantize no caller has one of channels.
+const char* way_out_of(const char* fn, const TensorView& scale, const cuattn_quantize_options& o,
+                       int32_t dim) {
+  bool is_of_channels = std::strcmp(fn, "dequantize") == 0 && o.channels == 0 && scale.ndim == 3 &&
+                        scale.shape[2] == dim;
+  return is_of_channels ? "pass channels=True for scales of channels, (batch, heads, dim)"
+                        : "allocate it so";
+}
+
 void read_scale(const char* fn, const TensorView& scale, const cuattn_quantize_options& o,
                 QuantizeParams& p) {
   Float8Scale& s = p.scale;
@@ -79,7 +89,7 @@ void read_scale(const char* fn, const TensorView& scale, const cuattn_quantize_o
   CUATTN_REQUIRE(is_known, fn, ": scale must have shape (1,), (heads,), (batch, heads), each with ",
                  p.heads, " heads or a divisor of it, or (batch, heads, ",
                  o.channels ? "dim" : "ceil(rows / 128)", ") = (", p.batch, ", ", p.heads, ", ",
-                 parts, "), got ", shape_text(scale), "; allocate it so");
+                 parts, "), got ", shape_text(scale), "; ", way_out_of(fn, scale, o, p.dim));
   s.group = p.heads / static_cast<int32_t>(s.extents[1]);
   if (scale.ndim == 3) p.part = o.channels ? ScalePart::channels : ScalePart::rows;
 }

@@ -83,10 +83,13 @@ def checked_scale(op: str, scale: Any, sizes: tuple[int, ...], channels: bool) -
             or shape[2:] not in ((), (parts,))
         ):
             part = "dim" if channels else f"ceil(rows / {BLOCK})"
+            way_out = "allocate it so"
+            if op == "dequantize" and not channels and len(shape) == 3 and shape[2] == dim:
+                way_out = "pass channels=True for scales of channels, (batch, heads, dim)"
             raise ValueError(
                 f"{op}: scale must have shape (1,), (heads,), (batch, heads), each with {heads} "
                 f"heads or a divisor of it, or (batch, heads, {part}) = ({batch}, {heads}, "
-                f"{parts}), got {shape}; allocate it so"
+                f"{parts}), got {shape}; {way_out}"
             )
     if not isinstance(scale, jax.core.Tracer) and is_on_host(scale):
         values = np.asarray(scale).reshape(-1)
