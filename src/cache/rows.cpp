@@ -7,6 +7,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/cache/cache.h"
+#include "src/check/float8.h"
 #include "src/guarded.h"
 #include "src/options.h"
 
@@ -114,6 +115,7 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
   CUATTN_REQUIRE(p.cache_dtype == DType::e4m3, kWrite, ": ", name,
                  " belongs to a float8_e4m3fn cache, got one of ", dtype_name(p.cache_dtype),
                  "; leave it out");
+  require_one_scale(kWrite, name, has_number, number, array);
   if (array == nullptr) {
     side.scale = static_cast<float>(number);
     require_scale(name, side.scale, number);

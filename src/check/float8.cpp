@@ -17,8 +17,16 @@ std::string shapes_text(const ScaleShape& shape) {
 
 }  // namespace
 
+void require_one_scale(const char* function, const char* name, bool has_number, double number,
+                       const DLTensor* tensor) {
+  CUATTN_REQUIRE(!has_number || tensor == nullptr, function, ": ", name,
+                 " must be a number or an array, got ", number,
+                 " and an array; leave one of them out");
+}
+
 Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, double number,
                               const DLTensor* tensor, DLDevice device, bool check_data) {
+  require_one_scale(function, shape.name, number != 1.0, number, tensor);
   Float8Scale scale{nullptr, static_cast<float>(number), shape.group, {1, 1, 1}, {0, 0, 0}};
   CUATTN_REQUIRE(std::isfinite(scale.number) && scale.number >= 0.0f, function, ": ", shape.name,
                  " must be finite in float32 and not negative, got ", number,

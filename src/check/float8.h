@@ -18,6 +18,10 @@ struct ScaleShape {
   int32_t group;              // heads of the array for each of `heads`
 };
 
+// Refuses a number beside an array that stands for it.
+void require_one_scale(const char* function, const char* name, bool has_number, double number,
+                       const DLTensor* tensor);
+
 // `tensor` where it is given, else `number`, which is finite and not negative.
 Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, double number,
                               const DLTensor* tensor, DLDevice device, bool check_data);

@@ -136,6 +136,7 @@ float read_kv_scale(const PagedCall& call, const char* name, double number,
   CUATTN_REQUIRE(call.params.kv_dtype == DType::e4m3 || (tensor == nullptr && number == 1.0),
                  call.function, ": ", name, " belongs to float8_e4m3fn caches, these are ",
                  dtype_name(call.params.kv_dtype), "; leave it out");
+  require_one_scale(call.function, name, number != 1.0, number, tensor);
   float scale = static_cast<float>(number);
   CUATTN_REQUIRE(std::isfinite(scale) && scale >= 0.0f, call.function, ": ", name,
                  " must be finite in float32 and not negative, got ", number,

@@ -110,6 +110,13 @@ TEST(reshape_and_cache_refuses_by_name) {
                    [](Calls& c) { c.options.k_scales = &c.k_scales; });
   refuses<Invalid>(write, "v_scale belongs to a float8_e4m3fn cache",
                    [](Calls& c) { c.options.v_scales = &c.k_scales; });
+  refuses<Invalid>(write, "k_scale must be a number or an array, got 0.5 and an array",
+                   [](Calls& c) {
+                     for (TensorView* cache : {&c.k_cache, &c.v_cache})
+                       cache->dtype = dl_dtype(DType::e4m3);
+                     c.options.k_scale = 0.5;
+                     c.options.k_scales = &c.k_scales;
+                   });
   for (double scale : {0.0, -1.0, double{INFINITY}, std::nan("")}) {
     Calls calls;
     for (TensorView* cache : {&calls.k_cache, &calls.v_cache}) cache->dtype = dl_dtype(DType::e4m3);

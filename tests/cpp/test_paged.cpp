@@ -161,6 +161,14 @@ TEST(cpu_paged_attention_takes_queries_of_codes) {
   check_throws<std::invalid_argument>("paged_attention: q_scale belongs to float8", [&] {
     paged_attention_workspace_bytes(wide, k, v, tables, lens, options);
   });
+  options.q_scales = &scale;
+  check_throws<std::invalid_argument>("q_scale must be a number or an array, got 2 and", [&] {
+    paged_attention_workspace_bytes(q, k, v, tables, lens, options);
+  });
+  options.q_scales = nullptr, options.q_scale = 1, options.v_scale = 2, options.v_scales = &scale;
+  check_throws<std::invalid_argument>("v_scale must be a number or an array, got 2 and", [&] {
+    paged_attention_workspace_bytes(q, k, v, tables, lens, options);
+  });
 }
 
 // Without data, for a GPU that need not be here, and refused as the call is.
