@@ -431,6 +431,10 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   if (call.paged) {
     read_paged_arrays(call, q, k, v, o, check_data);
   } else {
+    CUATTN_REQUIRE(o.kv_layout == CUATTN_KV_NHD, fn,
+                   ": kv_layout belongs to paged caches and must be 'nhd', 0 in C, without "
+                   "block_tables, got ",
+                   o.kv_layout, "; leave it out");
     read_arrays(call, q, k, v, check_data);
   }
   if (call.ragged) read_ragged(call, o, check_data);

@@ -126,6 +126,8 @@ TEST(impossible_numbers_are_refused) {
   refuses<Invalid>("scale", [](Call& c) { c.options.scale = INFINITY; });
   refuses<Invalid>("num_splits", [](Call& c) { c.options.num_splits = -1; });
   refuses<Invalid>("layout", [](Call& c) { c.options.layout = Layout::thd; });
+  refuses<Invalid>("kv_layout belongs to paged caches and must be 'nhd', 0 in C, without",
+                   [](Call& c) { c.options.kv_layout = KvLayout::hnd; });
   refuses<Invalid>("accumulate must be 'exact' for float32 q",
                    [](Call& c) { c.options.accumulate = Accumulate::fast; });
   refuses<Invalid>("accumulate must be 'exact' or 'fast', 0 or 1 in C, got 2",
