@@ -53,8 +53,11 @@ void check_newest(const char* fn, const CacheWriteParams& p, const NewestTokens&
     CUATTN_REQUIRE(is_slot(p, newest.slot(token, p.block_size)), fn,
                    ": block_tables must hold block ids within [0, ", p.num_blocks, "), got ",
                    newest.block(seq, column), " at (", seq, ", ", column, "); new tokens go there");
-    if (p.rope.cos != nullptr)
-      check_position(fn, p, positions != nullptr ? positions[token] : place, token);
+    if (p.rope.cos == nullptr) continue;
+    CUATTN_REQUIRE(positions != nullptr || place < p.rope.max_position, fn,
+                   ": cos must have a row for each place, got ", p.rope.max_position, " for place ",
+                   place, " of sequence ", seq, "; make it longer, or give positions");
+    if (positions != nullptr) check_position(fn, p, positions[token], token);
   }
 }
 

@@ -168,8 +168,8 @@ CONTENTS = {
               "block_tables must hold block ids within [0, 4), got 9 at (1, 1); new tokens go "
               "there"),
     "places": ({"cos": np.ones((19, 4), F32), "sin": np.ones((19, 4), F32)},
-               "positions must lie within [0, 19), got 19 at index 3; cos and sin have that many "
-               "rows"),
+               "cos must have a row for each place, got 19 for place 19 of sequence 1; make it "
+               "longer, or give positions"),
 }  # fmt: skip
 
 
