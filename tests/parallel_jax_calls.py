@@ -59,6 +59,7 @@ REFUSED = {
     "layout": ("ring", "bshd", (4, 4), {}),
     "heads": ("heads", "contiguous", (6, 3), {}),
     "gather": ("gather", "contiguous", (4, 4), {"window": (2, 2)}),
+    "slopes": ("gather", "zigzag", (4, 4), {"alibi_slopes": True}),
     "ring": ("ring", "contiguous", (4, 4), {"alibi_slopes": True}),
     "zigzag": ("ring", "zigzag", (4, 4), {"window": (2, 0)}),
     "none": ("auto", "zigzag", (6, 3), {"window": (2, 2)}),

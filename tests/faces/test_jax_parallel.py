@@ -19,6 +19,7 @@ WORDS = {  # of each refusal
     "layout": "layout must be 'contiguous' or 'zigzag', got 'bshd'",
     "heads": "for each of 4 devices, got 6 and 3; choose another scheme",
     "gather": "'gather' needs causal windows or none, got window (2, 2)",
+    "slopes": "'gather' needs causal for alibi_slopes, got a full mask",
     "ring": "'ring' needs alibi_slopes None",
     "zigzag": "'ring' needs layout 'contiguous' for windows, got 'zigzag'",
     "none": "'heads' needs heads of q",

@@ -291,8 +291,14 @@ def test_padding_goes_in_as_lengths_and_not_as_a_bias(name, padding, monkeypatch
         assert ("seqused_q" in call) == ("seqused_k" in call and name != "bert" and name != "t5")
 
 
-def test_a_mask_that_the_model_has_changed_counts_as_it_is(monkeypatch):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_mask_that_the_model_has_changed_counts_as_it_is(monkeypatch, mode):
     """The note is on the tensor that the mask function made, and on no other."""
+    with mode():
+        attend_to_changed_masks(monkeypatch)
+
+
+def attend_to_changed_masks(monkeypatch):
     calls = count_calls(monkeypatch)
     q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 6, 16)
     words = {"batch_size": 1, "q_length": 6, "kv_length": 6}

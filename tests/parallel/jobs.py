@@ -229,6 +229,14 @@ def any_length(ranks, seed):
             judge(found, rows(want, layout, ranks.rank), scheme, (seqlen, kind, scheme), bits)
             again = layout.unshard(found[0], ranks.group)
             assert torch.equal(again[:, layout.positions(ranks.rank).tolist()], found[0])
+    layout = Layout("zigzag", 512, ranks.size)
+    for scheme in ("gather", "heads", "ring"):  # sequences, none of which is there
+        q, k, v = (torch.zeros(0, layout.rows(ranks.rank), 8, 16).requires_grad_() for _ in "qkv")
+        out = parallel.attention(
+            q, k, v, layout=layout, scheme=scheme, group=ranks.group, causal=True
+        )
+        out.sum().backward()
+        assert (out.shape, v.grad.shape) == (q.grad.shape, v.shape)
 
 
 @poisoned

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
+from ..torch.sdpa_arguments import STEP, pad, readable
 from . import transformers_masks as masks
 
 NAME = "cuattn"
@@ -86,12 +87,13 @@ def attention_forward(
     module : torch.nn.Module
         The layer, whose `is_causal` counts where the argument is None.
     query, key, value : tensor, [batch, num_heads, seqlen, head_dim]
-        key and value may have fewer heads than query, value another head_dim.
+        key and value may have fewer heads than query, value another head_dim. A head_dim that is no
+        multiple of 8, and rows that no kernel reads, cost copies. A batch of 1 stands for all.
     attention_mask : tensor, optional
         bool (True keeps the key) from the registered mask function, or the user's own, added. It
         holds the sliding window too. One that says no more than padding and a window becomes
         `kv_start`, `seqused_k` and `window`. None is causal for more than one query of a causal
-        layer, else full.
+        layer, counted from the first key as sdpa does, else full.
     dropout : float
         Share of the probabilities that are dropped.
     scaling : float, optional
@@ -126,6 +128,9 @@ def attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and bool(is_causal) and queries > 1
     sight = masks.noted(attention_mask, queries, keys)
+    if causal and queries > keys:  # as sdpa counts, from the top left
+        causal = False
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     # An empty static cache: the queries are the first ones, and nothing lies behind them yet.
     used = sight.used if sight else queries if causal and keys > queries else keys
     if used < keys:
@@ -133,16 +138,20 @@ def attention_forward(
         position_bias = None if position_bias is None else position_bias[..., :used]
     options: dict[str, Any] = {
         "causal": causal,
-        "scale": scaling,
+        "scale": query.shape[-1] ** -0.5 if scaling is None and query.shape[-1] % STEP else scaling,
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
         "bias": position_bias if sight else joined(attention_mask, position_bias),
         **(sight.options if sight else {}),
     }
+    head_dim_v = value.shape[-1]
+    batch = max(x.shape[0] for x in (query, key, value))  # 1 of one of them: for all, as in sdpa
+    query, key, value = (
+        readable(pad(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x).transpose(1, 2))
+        for x in (query, key, value)
+    )
     try:
-        out = attention(
-            *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=dropout, **options
-        )
+        out = attention(query, key, value, dropout_p=dropout, **options)
     except NotImplementedError as refusal:
         if dropout:
             raise NotImplementedError(
@@ -151,7 +160,7 @@ def attention_forward(
                 "attn_implementation='sdpa' for this training"
             ) from refusal
         raise
-    return out.contiguous(), None
+    return out[..., :head_dim_v].contiguous(), None
 
 
 def joined(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:

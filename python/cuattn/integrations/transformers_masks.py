@@ -8,8 +8,9 @@ bias. Where the mask is of another kind, or is traced, there is no such note. Ne
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,53 @@ def mask(**given: Any) -> Tensor | None:
     """Make transformers' own mask for sdpa, with a note of what it means."""
     from transformers.masking_utils import sdpa_mask
 
-    made = sdpa_mask(**given)
-    if made is not None and not torch.compiler.is_compiling() and not given.get("use_vmap"):
+    why = why_not(type(given.get("config")))
+    if why is not None:
+        raise NotImplementedError(f"attn_implementation='cuattn': {why}")
+    if torch.compiler.is_compiling():
+        return sdpa_mask(**given)
+    with torch.inference_mode(False):  # whose tensors do not count what is written to them
+        made = sdpa_mask(**given)
+    if made is not None and not given.get("use_vmap"):
         sight = sight_of(given)
         if sight is not None:
-            setattr(made, NOTE, sight._replace(version=version_of(made)))
+            setattr(made, NOTE, sight._replace(version=made._version))
     return made
+
+
+@torch.compiler.assume_constant_result
+def why_not(config: type) -> str | None:
+    """`refusal`, of which torch.compile takes what it returned."""
+    return refusal(config)
+
+
+@functools.cache
+def refusal(config: type) -> str | None:
+    """Say why models of a config cannot use this mask: they do not hand attention over.
+
+    transformers asks a model whether it supports sdpa, but not about names that are registered. One
+    that supports nothing computes attention itself, and would add True and False to its scores.
+    """
+    models = [model for model in loaded() if model.config_class is config]
+    ways = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    if not models or any(getattr(model, way, False) for model in models for way in ways):
+        return None
+    names = sorted(model.__name__ for model in models)
+    return (
+        f"models of {config.__name__} ({names[0]}) compute attention themselves and take neither "
+        "sdpa nor another; use attn_implementation='eager'"
+    )
+
+
+def loaded() -> Iterator[Any]:
+    """Yield the classes of models that have been defined so far."""
+    from transformers import PreTrainedModel
+
+    found: list[Any] = [PreTrainedModel]
+    for model in found:
+        below = model.__subclasses__()
+        found += below
+        yield from below
 
 
 def noted(attention_mask: Tensor | None, queries: int, keys: int) -> Sight | None:
@@ -50,12 +92,7 @@ def noted(attention_mask: Tensor | None, queries: int, keys: int) -> Sight | Non
     sight = getattr(attention_mask, NOTE, None)
     if sight is None or sight[:2] != (queries, keys):
         return None
-    return sight if sight.version == version_of(attention_mask) else None
-
-
-def version_of(made: Tensor) -> int:
-    """Count the writes to a tensor; those made under torch.inference_mode are not counted."""
-    return -1 if made.is_inference() else made._version
+    return sight if sight.version == attention_mask._version else None
 
 
 def sight_of(given: dict[str, Any]) -> Sight | None:

@@ -119,6 +119,8 @@ def no_gather(q: jax.Array, k: jax.Array, cut: Cut) -> str | None:
     """Say why gathered keys cannot be masked."""
     if cut.window[1] > 0 or (cut.window[1] < 0 <= cut.window[0]):
         return f"scheme 'gather' needs causal windows or none, got window {cut.window}"
+    if cut.plain and cut.options["alibi_slopes"] is not None:
+        return "scheme 'gather' needs causal for alibi_slopes, got a full mask"
     return None
 
 
@@ -412,8 +414,8 @@ def parallel_attention(
     layout : {"contiguous", "zigzag"}
         How the tokens lie, see `token_order`; zigzag balances causal attention.
     causal, window, scale, softcap, alibi_slopes, sinks
-        As in `cuattn.attention`, of the whole sequence; gather takes causal windows only, ring
-        no slopes, and windows only in the contiguous layout.
+        As in `cuattn.attention`, of the whole sequence; gather takes causal windows only and
+        no slopes without causal, ring no slopes, and windows only in the contiguous layout.
     head_groups : int
         gather: so many groups of heads are gathered one after the other.
     batch_invariant, return_lse, backend

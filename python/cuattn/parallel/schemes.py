@@ -192,7 +192,7 @@ class Scheme:
             return
         is_plain = is_plain and problem.axis == 1
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
-        if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
+        if lengths is None or max(lengths) == 0 or (q.shape[0] != 1 and len(lengths) > 1):
             yield from self.calls(q, k, v, owner)
             return
         rows, keys = slice(0, q.shape[problem.axis]), slice(0, max(lengths))
