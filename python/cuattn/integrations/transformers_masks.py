@@ -47,12 +47,6 @@ def mask(**given: Any) -> Tensor | None:
     return made
 
 
-@torch.compiler.assume_constant_result
-def why_not(config: type) -> str | None:
-    """`refusal`, of which torch.compile takes what it returned."""
-    return refusal(config)
-
-
 @functools.cache
 def refusal(config: type) -> str | None:
     """Say why models of a config cannot use this mask: they do not hand attention over.
@@ -69,6 +63,14 @@ def refusal(config: type) -> str | None:
         f"models of {config.__name__} ({names[0]}) compute attention themselves and take neither "
         "sdpa nor another; use attn_implementation='eager'"
     )
+
+
+def asked(config: type) -> str | None:
+    """Ask `refusal`: torch.compile warns of a function that is itself a cache."""
+    return refusal(config)
+
+
+why_not: Callable[[type], str | None] = torch.compiler.assume_constant_result(asked)
 
 
 def loaded() -> Iterator[Any]:
