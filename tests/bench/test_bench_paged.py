@@ -348,7 +348,7 @@ def test_tables_say_bytes_where_memory_is_what_counts():
 
 
 def test_pictures_of_a_decode_family_show_tb_per_second(tmp_path):
-    pytest.importorskip("matplotlib")
+    frameworks.require("matplotlib")
     from cuattn._cli import plot
 
     row = measured_row(cuattn_auto=0.5, cuattn_v1=1.0)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import frameworks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -91,7 +93,7 @@ def test_note_has_the_figures_of_the_results(ladder):
 
 
 def test_picture_is_drawn(ladder, tmp_path):
-    pytest.importorskip("matplotlib")
+    frameworks.require("matplotlib")
     written = ladder.draw(document(ladder, (1, 2, 4, 8, 64)), tmp_path)
     assert written.name == "decode_ladder.svg"
     assert written.stat().st_size > 5000

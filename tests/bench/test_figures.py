@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import frameworks
 from cuattn._bench.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +126,7 @@ def test_aims_read_what_was_reached(figures, tmp_path):
 
 
 def test_the_front_picture_is_1000_pixels_wide(figures, tmp_path):
-    pytest.importorskip("matplotlib")
+    frameworks.require("matplotlib")
     figures.front_picture.draw(figures.documents(), tmp_path / "front.svg")
     text = (tmp_path / "front.svg").read_text(encoding="utf-8")
     points = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', text)[1])

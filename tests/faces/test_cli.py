@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import cuattn
+import frameworks
 from cuattn import __main__
 from cuattn._bench import devices, measure, report
 from cuattn._bench.families import FAMILIES
@@ -276,7 +277,7 @@ def test_a_run_cut_short_goes_on_and_each_row_keeps_its_commit(tmp_path, monkeyp
 
 
 def test_plot_draws_speed_and_memory(results, ladder, tmp_path):
-    pytest.importorskip("matplotlib")
+    frameworks.require("matplotlib")
     paths = [str(results / "smoke.json"), str(ladder / "cpu_ladder.json")]
     run("plot", *paths, "-o", str(tmp_path))
     assert not list(tmp_path.glob("*.png"))

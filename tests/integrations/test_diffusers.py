@@ -10,6 +10,7 @@ import pytest
 import frameworks
 
 torch = frameworks.require("torch")
+frameworks.require("diffusers")
 diffusers = pytest.importorskip("diffusers", minversion="0.42.0")
 
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402

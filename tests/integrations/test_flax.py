@@ -66,7 +66,7 @@ def test_what_it_cannot_do_is_refused(asked, message):
 
 
 def test_layers_of_linen_and_nnx(rng):
-    pytest.importorskip("flax")
+    frameworks.require("flax")
     from flax import linen, nnx
 
     for own in (linen.dot_product_attention, nnx.dot_product_attention):  # linen drops others
