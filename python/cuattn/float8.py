@@ -160,7 +160,7 @@ def quantize(
         Take the mean over the sequence from the keys of each head: softmax does not see it, and
         channels with a bias cost no precision. For whole sequences; not with softcap or sinks.
     key_mean : float32 array, [num_heads_kv, head_dim], optional
-        The mean to take instead, measured before, for caches.
+        The mean to take instead, measured before, for caches; whatever smooth_k says.
     scale : float, optional
         That of `attention`, for lse_shift; None is ``1 / sqrt(head_dim)``.
     stream : optional
@@ -291,7 +291,8 @@ def dequantize(
         A scale of three axes is one of channels, as that of v.
     dtype : {"float32", "float16", "bfloat16"}
         Of the result.
-    out : array like x, of `dtype`, optional
+    out : array like x, optional
+        Its dtype counts then, not `dtype`.
         Written and returned.
     stream : optional
         As in `attention`.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib.util
 import re
@@ -126,6 +127,49 @@ def test_what_changes_inside_an_object_a_class_or_a_tensor_is_no_stale_trace():
     array.shape = (3, 4)
     with pytest.raises(flex.TraceError, match="1 of 2 indices are missing"):
         flex.trace(mask)
+
+
+def stale_ways():
+    """Masks that read a window where neither a closure nor a global holds the number itself."""
+
+    def own(b, h, q, k):
+        return q - k <= own.window
+
+    def helper():
+        return helper.window
+
+    @functools.wraps(np.sin)  # whose module is NumPy's, as far as its name says
+    def wrapped(b, h, q, k):
+        return q - k <= window
+
+    window, table, array = 5, {"window": 5}, np.array([5])
+    record, variable = np.array([(5,)], [("window", int)])[0], contextvars.ContextVar("window")
+    get, item, value = table.get, array.item, variable.get
+
+    def write(number):
+        nonlocal window
+        own.window = helper.window = window = number
+        table["window"] = array[0] = record["window"] = number
+        variable.set(number)
+
+    return write, {
+        "attribute": own,
+        "attribute of a helper": lambda b, h, q, k: q - k <= helper(),
+        "wrapped": wrapped,
+        "method of a dict": lambda b, h, q, k: q - k <= get("window"),
+        "method of an array": lambda b, h, q, k: q - k <= item(),
+        "record": lambda b, h, q, k: q - k <= int(record["window"]),
+        "context": lambda b, h, q, k: q - k <= value(),
+    }
+
+
+@pytest.mark.parametrize("way", stale_ways()[1])
+def test_what_changes_behind_a_function_is_no_stale_trace(way):
+    write, masks = stale_ways()
+    for number in (5, 6):
+        write(number)
+        traced = flex.trace(masks[way])
+        assert traced.scalars == [number] or f"<= {number})" in str(traced)
 
 
 NUMBER = 5

@@ -71,7 +71,8 @@ def flex_attention(
     block_mask : BlockMask, optional
         Of `create_block_mask`; its mask is applied too. One of torch is taken as well.
     **options
-        Those of `attention`. Masks add up: a key is seen if all of them leave it.
+        Those of `attention` without `rope` and `residual`: rotate q and k before. Masks add up: a
+        key is seen if all of them leave it.
 
     Returns
     -------

@@ -11,6 +11,7 @@ of them as constants. Functions inside are rebuilt too, so `and_masks(*masks)` w
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import hashlib
@@ -189,8 +190,8 @@ def is_number(x: Any) -> bool:
 
 def is_own(function: Any) -> bool:
     """Whether a function is the user's, and to be rebuilt."""
-    module = (getattr(function, "__module__", None) or "").split(".")
-    return module[0] not in FOREIGN or ".".join(module) in MODS
+    names = (getattr(function, "__module__", None), function.__globals__.get("__name__"))  # wraps
+    return any(str(n or "").split(".")[0] not in FOREIGN or n in MODS for n in names)
 
 
 READY = ("cuattn.flex.masks", "cuattn.flex.scores")  # whose functions make masks and scores
@@ -428,7 +429,7 @@ def reach(x: Any, seen: dict[int, int] | None = None) -> Iterator[Any]:
     seen[id(x)] = len(seen)
     if isinstance(x, types.FunctionType) and is_own(x):
         yield x.__code__
-        if looks_elsewhere(x):
+        if looks_elsewhere(x) or x.__dict__.keys() - {"__wrapped__"}:
             yield HIDDEN
         for cell in x.__closure__ or ():
             try:
@@ -463,9 +464,10 @@ def parts_of(x: Any) -> tuple[Any, ...] | None:
 def is_settled(x: Any) -> bool:
     """Whether something that a function reaches stays as it is, or is looked at in each call."""
     if isinstance(x, types.BuiltinFunctionType):
-        return not any(x is getattr(builtins, name) for name in LOOKUPS)
+        looks = any(x is getattr(builtins, name) for name in LOOKUPS)
+        return not looks and isinstance(x.__self__, (types.ModuleType, type, type(None)))
     if is_array(x) or is_number(x) or isinstance(x, SETTLED):
-        return True
+        return not isinstance(x, np.void)  # a view of fields
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
     is_named = isinstance(x, (types.ModuleType, types.FunctionType, type))
     return is_named and str(name).split(".")[0] in FOREIGN
@@ -494,7 +496,5 @@ def remembered(function: Any, is_score: bool) -> Any:
 def remember(function: Any, is_score: bool, reached: list[Any], traced: Traced) -> None:
     """Keep what was traced with the function, as long as that lives."""
     reached = [Unknown(x) if is_jax_tracer(x) else x for x in reached]
-    try:
+    with contextlib.suppress(TypeError):
         memory.setdefault(function, {})[is_score] = (reached, traced)
-    except TypeError:
-        return
