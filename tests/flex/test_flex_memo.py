@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -313,3 +314,21 @@ def test_a_block_mask_of_torch_on_the_device(rng, cuda, planned):
         out = cuattn.flex_attention(q, q, q, block_mask=made)
         assert float((out.double().cpu() - want).abs().max()) < 6e-3
     assert len(planned) == 1
+
+
+def test_a_condition_that_is_used_over_and_over_is_planned_at_once(rng):
+    """As a tree it has a million million nodes."""
+
+    def mask(b, h, q, k):
+        seen = k <= q
+        for t in range(40):
+            seen = (seen & ((q + t) % 3 != 0)) | (seen & ((k + t) % 5 != 0))
+        return seen
+
+    x = rng.standard_normal((1, 20, 1, 16)).astype(np.float32)
+    begin = time.perf_counter()
+    out = cuattn.flex_attention(x, x, x, mask_mod=mask)
+    assert time.perf_counter() - begin < 5
+    places = np.arange(20)
+    bias = mask(0, 0, places[:, None], places)[None, None]
+    np.testing.assert_allclose(out, cuattn.attention(x, x, x, bias=bias), atol=1e-6)

@@ -31,6 +31,7 @@ from .expression import (
     is_const,
     maximum,
     minimum,
+    ordered,
     read,
     where,
 )
@@ -157,13 +158,34 @@ def interval(e: Expr) -> Interval | None:
     return of_comparison(e) if e.op in COMPARISONS else None
 
 
+MOST_NODES = 1 << 14  # of a condition, where each is counted as often as it is used
+
+
+def is_small(e: Expr) -> bool:
+    """Whether a condition may be walked as a tree; each further use of a large part doubles it."""
+    count: dict[int, int] = {}
+    for node in ordered(e):
+        count[id(node)] = 1 + sum(count[id(x)] for x in node.nodes())
+    return count[id(e)] <= MOST_NODES
+
+
 def conjuncts(e: Expr) -> list[Expr]:
     """List the conditions that must all hold."""
+    return parts_of(e) if is_small(e) else [e]
+
+
+def parts_of(e: Expr) -> list[Expr]:
+    """Do what `conjuncts` does, whatever that takes."""
     if e.op == "and":
-        return [*conjuncts(e.args[0]), *conjuncts(e.args[1])]
+        return [*parts_of(e.args[0]), *parts_of(e.args[1])]
     if e.op == "not" and e.args[0].op == "or":
-        return conjuncts(~e.args[0].args[0] & ~e.args[0].args[1])
+        return parts_of(~e.args[0].args[0] & ~e.args[0].args[1])
     return [e]
+
+
+def keys_of(part: Expr) -> Interval | None:
+    """Return the interval of a condition that is not too large to look for one."""
+    return interval(part) if is_small(part) else None
 
 
 def split(e: Expr) -> Split:
@@ -178,7 +200,7 @@ def split_parts(e: Expr) -> Split:
     """Do what `split` does, where every limit is an int32."""
     found, rest = Interval(None, None), None
     for part in conjuncts(e):
-        keys = None if is_const(part, True) else interval(part)
+        keys = None if is_const(part, True) else keys_of(part)
         if is_const(part, True):
             continue
         if keys is None:
@@ -256,7 +278,7 @@ def window_within(
     window, rest = None, None
     for part in conjuncts(e):
         try:
-            keys = interval(part)
+            keys = keys_of(part)
             found = None
             if keys is not None:
                 begin, end = map(simplified, keys)
