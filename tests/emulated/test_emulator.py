@@ -270,7 +270,7 @@ SELECTIONS = {  # files, and what of them
     "or (test_every and auto) or (test_ragged and head)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py cache/test_cache_newest.py "
     "paged/test_paged_prefill.py": "test_newest_keys or (test_newest_tokens_go and 5) or test_"
-    "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
+    "blocks_are_copied or (test_sequences_come and not float16) or test_quantising_scales or "
     "(single_queries and default)",
 }
 
