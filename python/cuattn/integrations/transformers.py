@@ -128,16 +128,15 @@ def attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and bool(is_causal) and queries > 1
     sight = masks.noted(attention_mask, queries, keys)
-    if causal and queries > keys:  # as sdpa counts, from the top left
-        causal = False
-        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    excess = max(queries - keys, 0) if causal else 0  # sdpa counts from the top left
     # An empty static cache: the queries are the first ones, and nothing lies behind them yet.
     used = sight.used if sight else queries if causal and keys > queries else keys
     if used < keys:
         key, value = key[:, :, :used], value[:, :, :used]
         position_bias = None if position_bias is None else position_bias[..., :used]
     options: dict[str, Any] = {
-        "causal": causal,
+        "causal": causal and not excess,
+        "window": (-1, excess) if excess else (-1, -1),
         "scale": query.shape[-1] ** -0.5 if scaling is None and query.shape[-1] % STEP else scaling,
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
@@ -160,7 +159,8 @@ def attention_forward(
                 "attn_implementation='sdpa' for this training"
             ) from refusal
         raise
-    return out[..., :head_dim_v].contiguous(), None
+    out = out[..., :head_dim_v] if head_dim_v % STEP else out
+    return out.contiguous(), None
 
 
 def joined(attention_mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
