@@ -439,3 +439,23 @@ def test_a_function_of_too_many_values_is_refused():
     traced = flex.trace(mod, True)
     with pytest.raises(NotImplementedError, match=r"may keep 24 values at once, got \d+"):
         program(traced.expr, traced.scalars)
+
+
+def test_arrays_methods_are_there_as_torch_masks_call_them():
+    def other(q):
+        return holder.array[q] + holder.number
+
+    holder = lambda: None  # noqa: E731
+    holder.array, holder.number = IDS, 3
+    pairs = {
+        "min(max(tanh(score), 0.0), 1.0)": lambda s, b, h, q, k: s.tanh().clamp(0, 1),
+        "(float(q_idx) + score)": lambda s, b, h, q, k: q.astype(float) + s.to("cuda:0"),
+        "float(where((q_idx == kv_idx), 1, 0))": lambda s, b, h, q, k: q.eq(k).bool().long(),
+        "(score + float((array0[q_idx] + number0)))": lambda s, b, h, q, k: s + other(q),
+    }
+    got = [str(flex.trace(f, True)) for f in pairs.values()]
+    assert got == list(pairs)
+    with pytest.raises(flex.TraceError, match="becomes a float, an int32 or a bool, got int8"):
+        flex.trace(lambda b, h, q, k: q.to("int8") > k)
+    with pytest.raises(flex.TraceError, match="has no attribute 'cumsum'"):
+        flex.trace(lambda b, h, q, k: q.cumsum() > k)

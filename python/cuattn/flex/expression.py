@@ -9,6 +9,7 @@ run once on symbols is thereby written down. Next: trace.py, which runs it.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -131,35 +132,35 @@ class Operand:
             Operand.__index__(args[1])
         return call(function.__name__.strip("_"), args, given or {})
 
-    def abs(self) -> Any:
-        """Return it without its sign."""
-        return apply("abs", self)
+    def __getattr__(self, name: str) -> Any:
+        """Return what arrays have as a method: x.tanh(), x.eq(y), x.clamp(0, 1), x.long()."""
+        if name in CASTS:
+            return lambda: CASTS[name](read(self))
+        op = OTHER_NAMES.get(name, name)
+        if op in UNARY or op in BINARY or (op in COMPOSED and op != "where"):
+            return lambda *args, **given: call(name, (self, *args), given)
+        raise AttributeError(f"a symbol of a mask or score function has no attribute {name!r}")
 
-    def clamp(self, min: Any = None, max: Any = None) -> Any:
-        """Return it within two limits."""
-        return clamp(self, min, max)
+    def to(self, dtype: Any = None, *_: Any, **given: Any) -> Any:
+        """Return it as another kind of number; a device is passed over."""
+        name = re.findall(r"\w+", str(given.get("dtype", dtype)))[-1]
+        if name in CASTS:
+            return CASTS[name](read(self))
+        if name.isdigit() or name in ("None", "cpu", "cuda"):
+            return read(self)
+        raise TraceError(f"{describe(self)} becomes a float, an int32 or a bool, got {name}")
 
-    clip = clamp
-
-    def float(self) -> Any:
-        """Return it as a float."""
-        return to_float(read(self))
+    astype = to
 
     device = None  # of an index, as torch's masks hand it on
 
     def new_ones(self, *_: Any, dtype: Any = None, **__: Any) -> Any:
         """Return the condition that holds, or 1: torch's masks begin with it."""
-        return read(True) if str(dtype).endswith("bool") else read(1)
+        return read(str(dtype).endswith("bool") or 1)
 
     def new_zeros(self, *_: Any, dtype: Any = None, **__: Any) -> Any:
         """Return the condition that never holds, or 0."""
         return read(False) if str(dtype).endswith("bool") else read(0)
-
-    def int(self) -> Any:
-        """Return it as a whole number."""
-        return to_int(read(self))
-
-    long = int
 
 
 def describe(x: Any) -> str:
@@ -459,12 +460,6 @@ def power(x: Any, y: Any) -> Expr:
     )
 
 
-def fmod(x: Any, y: Any) -> Expr:
-    """Return the remainder that has the sign of x, as numpy's and torch's fmod."""
-    x = read(x)
-    return where(x < 0, -(-x % y), x % y)
-
-
 def sigmoid(x: Any) -> Expr:
     """Return 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + exp(-read(x)))
@@ -472,11 +467,16 @@ def sigmoid(x: Any) -> Expr:
 
 COMPOSED: dict[str, Callable[..., Expr]] = {
     **{"where": where, "clamp": clamp, "pow": power, "sigmoid": sigmoid},
-    "fmod": fmod,
+    "fmod": lambda x, y: where(read(x) < 0, -(-read(x) % y), read(x) % y),  # of the sign of x
     "exp2": lambda x: exp(read(x) * math.log(2.0)),
     "log2": lambda x: log(x) * (1.0 / math.log(2.0)),
     "rsqrt": lambda x: 1.0 / sqrt(x),
     **{"square": lambda x: power(x, 2), "pos": read},
+}
+CASTS: dict[str, Callable[[Expr], Expr]] = {
+    **dict.fromkeys(("float", "float32", "double", "float64"), to_float),
+    **dict.fromkeys(("int", "int32", "long", "int64"), to_int),
+    "bool": lambda x: x if x.type == BOOL else x != 0,
 }
 BINARY: dict[str, Callable[[str, Expr, Expr], Expr]] = {
     **dict.fromkeys((*ARITHMETIC, *COMPARISONS, "min", "max"), compute),

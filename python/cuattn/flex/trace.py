@@ -284,8 +284,8 @@ class Rebuilder:
         scope = known if is_same else {**known, **changed}
         defaults = tuple(self.replace(x, True) for x in f.__defaults__ or ())
         g = types.FunctionType(f.__code__, scope, f.__name__, defaults, cells)
-        given = f.__kwdefaults__ or {}
-        g.__kwdefaults__ = {name: self.replace(x, True) for name, x in given.items()}
+        g.__kwdefaults__ = {n: self.replace(x, True) for n, x in (f.__kwdefaults__ or {}).items()}
+        g.__dict__.update((n, self.replace(x, True)) for n, x in f.__dict__.items() if n[0] != "_")
         return g
 
     def cell(self, cell: Any) -> Any:
