@@ -94,11 +94,16 @@ constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, ScoreKind score, int32_
          kSm90SmallBytes + 1024;
 }
 
+// CTAs that share a multiprocessor. One group of consumers leaves it idle at the end of each item, when
+// O leaves and the next keys are awaited.
+constexpr int32_t sm90_ctas_per_sm(Tile tile) { return tile.m > 64 ? 1 : 3; }
+
 // Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the
 // last one leaves through its own.
 constexpr int32_t sm90_q_stages(HeadDims d, Tile tile, ScoreKind score) {
   int32_t stages = 3;
-  while (stages > 1 && sm90_smem_bytes(d, tile, score, stages) > 227 * 1024) --stages;
+  const int32_t most = (228 / sm90_ctas_per_sm(tile) - 1) * 1024;  // 1 KB of a CTA is the system's
+  while (stages > 1 && sm90_smem_bytes(d, tile, score, stages) > most) --stages;
   return stages;
 }
 
@@ -154,18 +159,15 @@ constexpr int32_t sm90_float8_smem_bytes(HeadDims d, ScoreKind score) {
          tile.m * (out + 32) + kSm90SmallBytes + 2 * 1024;
 }
 
-// A second tile, where another length of rows is served better: m == 0 is none.
+// A second tile, which src/attention/sm90_tile.cpp chooses by the lengths of a call: m == 0 is none.
 //   128, causal: longer tiles pay where keys come in blocks, by many boxes.
-//   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
+//   64: small ones, where large ones would stay empty or mostly masked. 3 * 8 + 2 * 16 = 56 KB
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   if (score != ScoreKind::identity) return {};
   if (d.qk == 128 && mask == MaskKind::causal)
-    return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
-  if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB
+    return {128, 160, 2, 12};  // 2 * 32 + 2 * 80 = 224 KB
+  if (d.qk == 64 && mask != MaskKind::rows) return {64, 64, 2, 8};
   return {};
-}
-constexpr bool sm90_other_tile_pays(HeadDims d, int32_t seqlen_kv, bool in_blocks) {
-  return d.qk == 64 ? seqlen_kv <= 2048 : in_blocks && seqlen_kv > 2048;
 }
 
 // Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones

@@ -11,6 +11,7 @@
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
 #include "src/attention/numbers.h"
+#include "src/attention/sm90_tile.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"
@@ -73,13 +74,6 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
-int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
-
-// Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
-double filled(int64_t rows, int32_t tile) {
-  return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
-}
-
 // Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps:
 // the number that is soonest done, in steps of a multiprocessor. A part begins and ends (1.5 steps; O
 // of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2):
@@ -128,14 +122,6 @@ FixedSplits fixed_splits(int64_t items, int32_t n) {
   return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
 }
 
-// Work items of a call in tiles of m rows; of a packed batch at most, for each sequence leaves its
-// last tile unfilled. `packed`: heads that share a tile.
-int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
-  int64_t heads = r.num_heads_q / packed;
-  int64_t items = ceil_div(int64_t{r.seqlen_q} * packed, m) * heads * r.batch;
-  return r.ragged ? std::min(items, (r.total_q * packed / m + r.batch) * heads) : items;
-}
-
 // Keys that the rows of one tile see, at most: a window leaves them few.
 int64_t seen_keys(const AttentionRequest& r, int64_t rows) {
   if (r.window_left == kUnlimited) return r.seqlen_kv;
@@ -169,6 +155,19 @@ void plan_parts(Plan& plan, const AttentionRequest& r, const DeviceInfo& device)
   plan.workspace_bytes = parts_bytes(r, plan.num_splits);
 }
 
+// Whether sm90's second tile is sooner done: small ones where rows or keys are few, but not in place of
+// parts of the keys; longer ones where keys come in blocks, by many boxes.
+bool other_tile_pays(const AttentionRequest& r, Tile tile, Tile other, ScoreKind score,
+                     bool in_blocks, const DeviceInfo& device) {
+  if (other.m == tile.m) return in_blocks && r.seqlen_kv > 2048;
+  const int32_t packed = packed_heads_of(r, tile.m, score);
+  const int32_t key_tiles = ceil_div(seen_keys(r, tile.m / packed), tile.n);
+  if (int64_t{r.seqlen_q} * packed > other.m &&
+      choose_splits(items_of(r, tile.m, packed), key_tiles, device.num_sms) > 1)
+    return false;
+  return small_tile_pays(r, tile, other, score, device.num_sms);
+}
+
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
@@ -185,18 +184,14 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
            score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
-  if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
+  if (other.m > 0 && !r.batch_invariant &&
+      other_tile_pays(r, plan.tile, other, score, in_blocks(other), device))
     plan.tile = other;
-  }
-  int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
-  // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
-  bool plain = score != ScoreKind::scored && score != ScoreKind::dropped;
-  bool packs = group > 1 && m % group == 0 && plain && !r.has_rows && !r.has_query_head_scales &&
-               filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
-  plan.packed_heads = packs ? group : 1;
+  const int32_t m = plan.tile.m, slots = device.num_sms * sm90_ctas_per_sm(plan.tile);
+  plan.packed_heads = packed_heads_of(r, m, score);
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
   int64_t items = items_of(r, m, plan.packed_heads);
-  plan.num_splits = splits_of(r, plan, device.num_sms);
+  plan.num_splits = splits_of(r, plan, slots);
   if (r.batch_invariant && r.num_splits == 0 && !r.ragged && r.batch > 0) {
     FixedSplits fixed = fixed_splits(items / r.batch, plan.tile.n);
     plan.split_keys = fixed.tiles * plan.tile.n;
@@ -213,9 +208,9 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
                 : r.has_bias_map ? BiasAccess::tma
                                  : BiasAccess::unmapped;
   }
-  plan.num_ctas = device.num_sms;
+  plan.num_ctas = slots;
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
-  plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
+  plan.draws_tiles = differ && items > slots && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : parts_bytes(r, plan.num_splits);
   plan.turns_values = float8 && !r.has_columns && score != ScoreKind::parts;
 }

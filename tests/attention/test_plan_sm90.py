@@ -39,12 +39,38 @@ def test_keys_that_lie_together_have_one_tile_at_128_columns():
     assert tiles == {128}
 
 
-def test_short_causal_rows_of_64_columns_take_smaller_tiles():
-    def tile_m(seqlen, **options):
-        return explain("H100", shape=(2, seqlen, 16, 64), **options).tile_m
+def test_small_tiles_of_64_columns_where_large_ones_stay_empty_or_masked():
+    """What was measured: docs/notes/20261201-small-tiles.md."""
 
-    assert [tile_m(n, causal=True) for n in (128, 512, 2048, 4096)] == [128, 128, 128, 192]
-    assert tile_m(512) == tile_m(512, causal=True, batch_invariant=True) == 192
+    def tile_m(batch, seqlen_q, seqlen_kv=None, heads=12, **options):
+        shape, kv = ((batch, n, heads, 64) for n in (seqlen_q, seqlen_kv or seqlen_q))
+        return explain("H200", shape=shape, kv=kv, **options).tile_m
+
+    def tiles(*lengths, batch=64, **options):
+        return [tile_m(batch, n, **options) for n in lengths]
+
+    assert tiles(50, 64, 77, 128, 197, 256, 320, 448) == [64] * 8
+    assert tiles(384, 512, 768, 1024) == [192] * 4  # full, or nearly
+    assert tiles(1, 128, 256, 512, batch=1) == [64] * 4  # they fill more of the GPU
+    assert tiles(128, 512, 1024, 2048, 4096, causal=True) == [64, 64, 64, 192, 192]
+    windows = (127, 0), (64, 64), (511, 0), (4095, 0)
+    assert [tile_m(4, 8192, window=w) for w in windows] == [64, 64, 64, 192]
+    assert [tile_m(16, n, 2048) for n in (64, 256, 1024)] == [64, 64, 192]
+    assert [tile_m(8, 1024, 77), tile_m(2, 4096, 77)] == [64, 192]
+    assert tile_m(1, 100, 16384) == 192  # whose keys are split
+    options = {"batch_invariant": True}, {"softcap": 5.0}, {"dropout_p": 0.1, "dropout_seed": 1}
+    assert [tile_m(64, 100, **o) for o in options] == [192, 128, 128]
+
+
+def test_a_ragged_batch_has_tiles_for_its_mean_length():
+    def tile_m(rows):
+        shape = (rows, 12, 64)
+        return cuattn.explain(
+            *("attention_varlen", shape, shape, shape, (33,), (33,), 768, 768),
+            **{"device": GPUS["H200"], "dtype": "float16"},
+        ).tile_m
+
+    assert [tile_m(32 * n) for n in (60, 200, 768)] == [64, 64, 192]
 
 
 def test_keys_are_split_where_tiles_do_not_fill_the_gpu():

@@ -292,7 +292,7 @@ std::string Problem::text() const {
     << head_dim_v << " q " << seqlen_q << " kv " << seqlen_kv << " gap " << row_gap << " causal "
     << causal << " window " << window_left << "," << window_right << " splits " << num_splits
     << " softcap " << softcap << " bias " << static_cast<int>(bias_kind) << " alibi " << alibi
-    << " sinks " << sinks;
+    << " sinks " << sinks << " invariant " << batch_invariant;
   auto list = [&](const char* name, const std::vector<int>& values) {
     if (values.empty()) return;
     s << " " << name;
@@ -321,6 +321,7 @@ Arguments::Arguments(Problem& p, DLDevice device, const Address& address, const 
   if (p.scale != 0) options_.scale = p.scale;
   options_.softcap = p.softcap;
   options_.num_splits = p.num_splits;
+  options_.batch_invariant = p.batch_invariant;
   options_.backend = backend;
   if (p.alibi) options_.alibi_slopes = &alibi_;
   if (p.sinks) options_.sinks = &sinks_;

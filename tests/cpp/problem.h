@@ -92,6 +92,7 @@ struct Problem {
   bool alibi = false, alibi_per_batch = false, sinks = false, lse = true;
   float magnitude = 1;  // of q: 10 gives sharp softmaxes
   int num_splits = 0;   // 0: chosen
+  bool batch_invariant = false;
 
   Array q, k, v, cu_q, cu_kv, used_q_array, used_kv_array, alibi_slopes, bias, sink_logits, out,
       lse_out;

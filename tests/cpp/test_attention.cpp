@@ -112,6 +112,7 @@ Problem make_problem(const Instance& instance, int variant, Random& random) {
   bool splits_keys =
       instance.backend == "sm90" || instance.backend == "sm80" || instance.backend == "simt";
   if (splits_keys && random.chance(0.3)) p.num_splits = random.range(2, 5);
+  p.batch_invariant = instance.backend == "sm90" && random.chance(0.4);  // its first tile, always
   switch (variant) {
     case kRagged:
       p.sinks = random.chance(0.5);

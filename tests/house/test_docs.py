@@ -143,7 +143,7 @@ def test_tiles_are_those_of_the_planner(kernel, count):
     rows = TILE_ROW.findall(section)
     assert len(rows) == count
     for dim, dim_v, *tile, scored in rows:
-        k, v = (1, 512, 8, int(dim)), (1, 512, 8, int(dim_v or dim))
+        k, v = ((16, 4096, 8, int(d)) for d in (dim, dim_v or dim))
         scored_tile = TILE.search(scored)
         for softcap, expected in (0.0, tile), (30.0, scored_tile.groups() if scored_tile else tile):
             options = dict(device="h100", softcap=softcap, backend=kernel, dtype="float16")

@@ -37,7 +37,7 @@ struct ConsumerSm90 {
   static constexpr int kVBytes = Kernel::kVBytes;
   static constexpr bool kStagesBias = Kernel::kStagesBias, kDrops = Kernel::kDrops;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
-  static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  static constexpr bool kTakeTurns = kHeadDimV <= 128 && kConsumers > 1;
   // A group passes its turn on only when it knows whether its softmax takes a new reference: 1 to
   // 6 % faster at head_dim 64, slower for three groups under a mask, no difference at 128.
   static constexpr bool kPassesLate =

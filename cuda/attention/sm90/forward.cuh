@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flash attention forward on Hopper (sm_90a): float16 and bfloat16, every option of the API. One
 // producer warpgroup feeds K and V tiles by TMA to two or three consumer warpgroups of 64 query
-// rows each, which multiply by wgmma; CTAs are persistent. Source: FlashAttention-3,
+// rows each, which multiply by wgmma; CTAs are persistent. Small tiles have one consumer, and three
+// CTAs share a multiprocessor. Source: FlashAttention-3,
 // arXiv:2407.08608, sections 3.1-3.2. Primitives: device/mma_sm90.cuh. Tiles: tiles.h.
 // Deep dive: docs/notes/20261121-prefill-sm90.md. Next: src/attention/plan.cpp, which picks it.
 //
@@ -45,18 +46,20 @@ struct ForwardSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kRoom);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
-  // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
-  // group that asks for more than is left waits for ever.
+  static constexpr int kCtasPerSm = sm90_ctas_per_sm(kTile);
+  // Registers of a thread. The groups share what the CTA was launched with, 168 * 3, 128 * 4 or, three
+  // times, 80 * 2: a group that asks for more than is left waits for ever.
   // With row ranges, who draws the work needs more.
   static constexpr bool kLongDraw = kMask == MaskKind::rows;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160
-                                            : kHasDrawGroup ? 208
-                                            : kLongDraw     ? 224
-                                                            : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongDraw ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 1   ? 128
+                                            : kConsumers == 3 ? 160
+                                            : kHasDrawGroup   ? 208
+                                            : kLongDraw       ? 224
+                                                              : 232;
+  static constexpr int kProducerRegisters = kConsumers != 2 ? 32 : kLongDraw ? 56 : 40;
   static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
-                kThreads / 128 * (65536 / kThreads / 8 * 8));
+                kThreads / 128 * (65536 / kCtasPerSm / kThreads / 8 * 8));
   static constexpr int kKeyAlign = 1;      // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // The producer loads V after K of the next tile, for that is the order of their use.
@@ -67,7 +70,7 @@ struct ForwardSm90 {
   static_assert(8 * kBarriers + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
                     kPageLoaders * BlockIds<kTile.n>::kBytes <=
                 kSm90SmallBytes);
-  static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  static_assert(kCtasPerSm * (kSmemBytes + 1024) <= 228 * 1024, "shared memory of sm_90");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
@@ -181,7 +184,7 @@ struct ForwardSm90 {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     forward_sm90_kernel(const __grid_constant__ AttentionParams params,
                         const __grid_constant__ Sm90Schedule schedule,
                         const __grid_constant__ Sm90Maps maps) {

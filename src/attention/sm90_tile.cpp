@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/attention/sm90_tile.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace cuattn {
+namespace {
+
+// Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
+double filled(int64_t rows, int32_t tile) {
+  return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
+}
+
+// Key tiles that a tile of `tokens` queries sees, on the mean over a sequence; of a ragged batch over
+// one of mean length. Edges that masks cut count half.
+double key_tiles_of(const AttentionRequest& r, double tokens, int32_t n) {
+  double rows = r.seqlen_q, keys = r.seqlen_kv;
+  if (r.ragged && r.batch > 0 && r.seqlen_q > 0) {
+    rows = static_cast<double>(r.total_q) / r.batch;
+    if (!r.paged) keys *= rows / r.seqlen_q;
+  }
+  const double all = std::ceil(keys / n);
+  if (r.mask == MaskKind::none) return all;
+  tokens = std::min(tokens, rows);
+  const double right = r.window_right == kUnlimited ? rows : r.window_right;
+  if (r.window_left == kUnlimited) {  // the last query stands at the last key
+    const double seen = std::max(keys - (rows - tokens) / 2 + right, 0.0);
+    return std::min(all, seen / n + 0.5);
+  }
+  return std::min(all, (tokens + r.window_left + right) / n + 1);
+}
+
+// Microseconds that an H200 takes, by a line through what was measured at head_dim 64
+// (docs/notes/20261201-small-tiles.md): rounds of one item a multiprocessor, each of key tiles and of
+// an end that is worth some. Small tiles run three at a time: what counts is a third of what one takes.
+double cost_of(const AttentionRequest& r, Tile tile, ScoreKind score, int32_t num_sms) {
+  const bool is_small = sm90_ctas_per_sm(tile) > 1;
+  const double step = is_small ? 0.3 : 1.55;
+  const double end = is_small ? 1.9 : r.mask == MaskKind::none ? 0.9 : 1.3;
+  const int32_t packed = packed_heads_of(r, tile.m, score);
+  const int32_t rounds = std::max(ceil_div(items_of(r, tile.m, packed), num_sms), is_small ? 2 : 1);
+  return rounds * step * (key_tiles_of(r, static_cast<double>(tile.m) / packed, tile.n) + end);
+}
+
+}  // namespace
+
+int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
+  int64_t heads = r.num_heads_q / packed;
+  int64_t items = ceil_div(int64_t{r.seqlen_q} * packed, m) * heads * r.batch;
+  return r.ragged ? std::min(items, (r.total_q * packed / m + r.batch) * heads) : items;
+}
+
+int32_t packed_heads_of(const AttentionRequest& r, int32_t m, ScoreKind score) {
+  const int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1;
+  // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
+  const bool plain = score != ScoreKind::scored && score != ScoreKind::dropped;
+  const bool packs = group > 1 && m % group == 0 && plain && !r.has_rows &&
+                     !r.has_query_head_scales &&
+                     filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
+  return packs ? group : 1;
+}
+
+bool small_tile_pays(const AttentionRequest& r, Tile large, Tile small, ScoreKind score,
+                     int32_t num_sms) {
+  return cost_of(r, small, score, num_sms) < cost_of(r, large, score, num_sms);
+}
+
+}  // namespace cuattn
