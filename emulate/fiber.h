@@ -16,6 +16,7 @@
 namespace emulate {
 
 #ifdef __x86_64__
+// It ends with a jump: a processor expects a `ret` to go back to where its `call` was.
 extern "C" void emulate_switch(void** save, void* load);
 asm(R"(
 .text
@@ -37,7 +38,8 @@ emulate_switch:
   pop %r12
   pop %rbx
   pop %rbp
-  ret
+  pop %rcx
+  jmp *%rcx
 .size emulate_switch, . - emulate_switch
 )");
 #endif

@@ -14,7 +14,14 @@ namespace emulate::ptx {
 
 // Conversions. _Float16 rounds to nearest even, as .rn does.
 inline uint16_t half_bits(float x) { return std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
-inline float half_value(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+inline float half_value(uint16_t bits) {
+#ifdef __F16C__
+  using Halves [[gnu::vector_size(16)]] = short;  // the cast calls a function of libgcc
+  return __builtin_ia32_vcvtph2ps(Halves{static_cast<short>(bits)})[0];
+#else
+  return static_cast<float>(std::bit_cast<_Float16>(bits));
+#endif
+}
 inline uint16_t bfloat_bits(float x) {
   uint32_t bits = std::bit_cast<uint32_t>(x);
   if (x != x) return 0x7fff;
