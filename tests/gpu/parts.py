@@ -38,6 +38,7 @@ class Part:
 
 NATIVE = ("pytest", "cpp", *SANITIZERS)
 SM90 = ("instances/forward_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
+SM90 += ("src/attention/sm90_tile.cpp",)
 PORTABLE = ("instances/forward_sm80_*", "instances/forward_simt_*", "instances/forward_tiled_*")
 PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu", "cuda/merge/states.cu")
 BACKWARD = ("instances/backward_*", "cuda/backward/*.cu", "src/attention/backward*.cpp")
