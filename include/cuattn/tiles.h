@@ -108,7 +108,7 @@ constexpr int32_t sm90_q_stages(HeadDims d, Tile tile, ScoreKind score) {
 }
 
 // A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
-// (n / 4) in 232 registers each, or 160 if they are three.
+// (n / 4) in 232 registers each, 160 if they are three, 128 of one beside two other CTAs.
 constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   if (score == ScoreKind::scored) {  // the functor wants registers, and so do a window's edges
     bool window = mask == MaskKind::window;

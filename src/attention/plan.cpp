@@ -74,25 +74,28 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
-// Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps:
-// the number that is soonest done, in steps of a multiprocessor. A part begins and ends (1.5 steps; O
-// of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2):
-// what an H200 takes beside a step of sm90 of 1.5 us. Steps of the others are longer. Tried are the
-// most parts that fit 1, 2, ... waves, fewer where they are no longer for it; of one wave, whose
-// merge may cost more than its keys, also longer ones. The fewest parts win a tie.
-int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
-  if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
+// Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps,
+// where `slots` of them run at a time: the number that is soonest done, in steps. A part begins and ends
+// (1.5 steps; O of a tile takes 0.02 to the workspace and back, shared by all), and parts take one
+// launch more (2): what an H200 takes beside a step of sm90 of 1.5 us. Those of its small tiles are
+// 0.9 us, three side by side; steps of other kernels are longer. Tried are the most parts that fit 1, 2,
+// ... waves, fewer where they are no longer for it; of one wave, whose merge may cost more than its
+// keys, also longer ones. The fewest parts win a tie.
+int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t slots, bool is_small) {
+  if (items == 0 || items * 5 >= int64_t{slots} * 4 || key_tiles <= 4) return 1;
+  const double ends = is_small ? 1.8 : 1.5, launch = is_small ? 3.3 : 2.0;
+  const double part = is_small ? 0.011 : 0.02;
   auto steps = [&](int32_t splits) {
-    int32_t waves = ceil_div(items * splits, num_sms);
-    double merge = splits > 1 ? 2.0 + 0.02 * static_cast<double>(items) * splits : 0.0;
-    return waves * (ceil_div(key_tiles, splits) + 1.5) + merge;
+    int32_t waves = ceil_div(items * splits, slots);
+    double merge = splits > 1 ? launch + part * static_cast<double>(items) * splits : 0.0;
+    return waves * (ceil_div(key_tiles, splits) + ends) + merge;
   };
   constexpr int32_t kMostWaves = 16, kLonger = 2;
-  const int64_t most = std::min({key_tiles / 2, num_sms, kMaxSplits});
+  const int64_t most = std::min({key_tiles / 2, slots, kMaxSplits});
   int32_t best = 1;
   double fewest = steps(best);
   for (int32_t waves = 1; waves <= kMostWaves; ++waves) {
-    const int64_t fit = std::min(int64_t{waves} * num_sms / items, most);
+    const int64_t fit = std::min(int64_t{waves} * slots / items, most);
     for (int32_t longer = waves == 1 ? kLonger : 0; longer >= 0; --longer) {
       const int32_t splits = ceil_div(key_tiles, ceil_div(key_tiles, fit) + longer);
       const double taken = steps(splits);
@@ -136,7 +139,8 @@ int32_t splits_of(const AttentionRequest& r, const Plan& plan, int32_t slots) {
   if (r.num_splits > 0) return std::min(r.num_splits, std::max(ceil_div(r.seqlen_kv, n), 1));
   if (r.batch_invariant) return 1;
   const int32_t tiles = ceil_div(seen_keys(r, m / plan.packed_heads), n);
-  return choose_splits(items_of(r, m, plan.packed_heads), tiles, slots);
+  const bool is_small = plan.kernel == Kernel::sm90 && sm90_ctas_per_sm(plan.tile) > 1;
+  return choose_splits(items_of(r, m, plan.packed_heads), tiles, slots, is_small);
 }
 
 // O and lse of each part, float32 (cuda/host/parts.h).
@@ -163,7 +167,7 @@ bool other_tile_pays(const AttentionRequest& r, Tile tile, Tile other, ScoreKind
   const int32_t packed = packed_heads_of(r, tile.m, score);
   const int32_t key_tiles = ceil_div(seen_keys(r, tile.m / packed), tile.n);
   if (int64_t{r.seqlen_q} * packed > other.m &&
-      choose_splits(items_of(r, tile.m, packed), key_tiles, device.num_sms) > 1)
+      choose_splits(items_of(r, tile.m, packed), key_tiles, device.num_sms, false) > 1)
     return false;
   return small_tile_pays(r, tile, other, score, device.num_sms);
 }

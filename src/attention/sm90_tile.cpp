@@ -12,20 +12,21 @@ double filled(int64_t rows, int32_t tile) {
   return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
 }
 
-// Key tiles that a tile of `tokens` queries sees, on the mean over a sequence; of a ragged batch over
-// one of mean length. Edges that masks cut count half.
-double key_tiles_of(const AttentionRequest& r, double tokens, int32_t n) {
-  double rows = r.seqlen_q, keys = r.seqlen_kv;
-  if (r.ragged && r.batch > 0 && r.seqlen_q > 0) {
-    rows = static_cast<double>(r.total_q) / r.batch;
-    if (!r.paged) keys *= rows / r.seqlen_q;
-  }
-  const double all = std::ceil(keys / n);
+// Sequences of as many rows and keys.
+struct Alike {
+  int32_t sequences;
+  double rows, keys;
+};
+
+// Key tiles that a tile of `tokens` queries sees, on the mean over a sequence. Edges that masks cut
+// count half.
+double key_tiles_of(const AttentionRequest& r, const Alike& a, double tokens, int32_t n) {
+  const double all = std::ceil(a.keys / n);
   if (r.mask == MaskKind::none) return all;
-  tokens = std::min(tokens, rows);
-  const double right = r.window_right == kUnlimited ? rows : r.window_right;
+  tokens = std::min(tokens, a.rows);
+  const double right = r.window_right == kUnlimited ? a.rows : r.window_right;
   if (r.window_left == kUnlimited) {  // the last query stands at the last key
-    const double seen = std::max(keys - (rows - tokens) / 2 + right, 0.0);
+    const double seen = std::max(a.keys - (a.rows - tokens) / 2 + right, 0.0);
     return std::min(all, seen / n + 0.5);
   }
   return std::min(all, (tokens + r.window_left + right) / n + 1);
@@ -34,16 +35,35 @@ double key_tiles_of(const AttentionRequest& r, double tokens, int32_t n) {
 // Microseconds that an H200 takes beyond its launch, by lines through what was measured at head_dim 64
 // (docs/notes/20261201-small-tiles.md): rounds of one item a multiprocessor, each of key tiles and of
 // an end that is worth some. Small tiles run three at a time: what counts is a third of what one takes.
+// Of a ragged batch the host knows the longest sequence and the sum of all: the others share the rest.
 double cost_of(const AttentionRequest& r, Tile tile, ScoreKind score, int32_t num_sms) {
   const bool is_small = sm90_ctas_per_sm(tile) > 1, is_masked = r.mask != MaskKind::none;
   const double step = is_small ? 0.303 : 1.39;
   const double end = is_small ? (is_masked ? 1.2 : 1.7) : (is_masked ? 2.2 : 1.2);
   const int32_t packed = packed_heads_of(r, tile.m, score);
-  double rounds = static_cast<double>(items_of(r, tile.m, packed)) / num_sms;
+  double items = 0, work = 0;  // both of one multiprocessor
+  auto add = [&](const Alike& a) {
+    const int32_t heads = r.num_heads_q / packed;
+    const double share = std::ceil(a.rows * packed / tile.m) * a.sequences * heads / num_sms;
+    const double tokens = static_cast<double>(tile.m) / packed;
+    items += share;
+    work += share * step * (key_tiles_of(r, a, tokens, tile.n) + end);
+  };
+  const Alike longest = {1, double{1} * r.seqlen_q, double{1} * r.seqlen_kv};
+  if (!r.ragged) {
+    add({r.batch, longest.rows, longest.keys});
+  } else if (r.seqlen_q > 0 && r.batch > 0) {
+    const bool is_there = r.batch > 1 && r.total_q >= r.seqlen_q;  // else a bound that none reaches
+    const int32_t others = is_there ? r.batch - 1 : r.batch;
+    const double rows = static_cast<double>(r.total_q - (is_there ? r.seqlen_q : 0)) / others;
+    if (is_there) add(longest);
+    add({others, rows, r.paged ? longest.keys : longest.keys * rows / r.seqlen_q});
+  }
+  if (items == 0) return 0;
   // Under a mask who is idle draws a lighter one, so that the last round is mostly a shorter one.
-  rounds = is_masked ? (rounds + std::ceil(rounds)) / 2 : std::ceil(rounds);
+  double rounds = is_masked ? (items + std::ceil(items)) / 2 : std::ceil(items);
   rounds = std::max(rounds, is_small ? 2.0 : 1.0);
-  return rounds * step * (key_tiles_of(r, static_cast<double>(tile.m) / packed, tile.n) + end);
+  return rounds * work / items;
 }
 
 }  // namespace

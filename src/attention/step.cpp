@@ -38,14 +38,14 @@ bool plans_decodes(const AttentionCall& call, const DeviceInfo& device, Plan& pl
 }
 
 // What one multiprocessor of many does in a nanosecond: bytes that it reads, operations of its
-// products. Rates that the figures reach (docs/figures.md): 2.8 TB/s and 600 TFLOP/s of 132; 1.65
-// and 190 of the 108 of an A100, 12 in float32.
+// products. Rates that the figures reach (docs/figures.md): 2.8 TB/s and 600 TFLOP/s of 132, 460 in
+// small tiles; 1.65 and 190 of the 108 of an A100, 12 in float32.
 struct Rates {
   double bytes, flops;
 };
-Rates rates_of(Kernel kernel) {
-  if (kernel == Kernel::sm90) return {21.0, 4500.0};
-  return {15.0, kernel == Kernel::sm80 ? 1800.0 : 110.0};
+Rates rates_of(const Plan& plan) {
+  if (plan.kernel == Kernel::sm90) return {21.0, sm90_ctas_per_sm(plan.tile) > 1 ? 3460.0 : 4500.0};
+  return {15.0, plan.kernel == Kernel::sm80 ? 1800.0 : 110.0};
 }
 
 // Nanoseconds of a multiprocessor for one key of a sequence in all heads.
@@ -57,7 +57,7 @@ struct KeyCosts {
   double by_tile() const { return std::max(rows, multiply) + gather; }
 };
 KeyCosts key_costs(const AttentionParams& p, const Plan& plan) {
-  Rates rates = rates_of(plan.kernel);
+  Rates rates = rates_of(plan);
   double columns = p.head_dim + p.head_dim_v;
   double rows = p.num_heads_kv * columns * itemsize(p.dtype) / rates.bytes;
   double read = plan.makes_numbers ? rows / itemsize(p.dtype) : rows;
@@ -112,7 +112,8 @@ bool decodes_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step
 }
 
 // Whether packed rows under few queries gain by `step`. The kernel of the plan gives each tile of
-// queries, and each part of split keys, one multiprocessor: what the longest sequence takes is the least.
+// queries, and each part of split keys, one multiprocessor, which a small tile by itself uses half: what
+// the longest sequence takes is the least.
 bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
   const Plan& plan = call.plan;
   if (!has_rates(plan, device)) return false;
@@ -124,6 +125,7 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
   double longest = longest_keys(p);
   double keys = std::min(double{1} * p.total_kv, longest * p.batch) / device.num_sms;
   double alone = longest * costs.multiply * packed / p.num_heads_q / std::max(plan.num_splits, 1);
+  if (plan.kernel == Kernel::sm90 && sm90_ctas_per_sm(plan.tile) > 1) alone *= 2;
   double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
   return saves(step, whole - keys * costs.read * passes);
 }

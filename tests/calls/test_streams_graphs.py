@@ -37,7 +37,7 @@ if has_hopper():  # one kernel, four ways: tiles in a fixed order, scored, keys 
         "sm90": dict(dtype="float16"),
         "sm90_scored": dict(dtype="bfloat16", backend="sm90", softcap=20.0),
         "sm90_split": dict(dtype="bfloat16", backend="sm90", num_splits=2),
-        "sm90_drawn": dict(dtype="bfloat16", backend="sm90", batch=40),
+        "sm90_drawn": dict(dtype="bfloat16", backend="sm90", batch=60),
     }
 TENSOR_CORES = [name for name in TENSOR_CORE_BACKENDS if name in CASES]
 every_case = pytest.mark.parametrize("name", CASES)
