@@ -287,7 +287,13 @@ def split() -> Iterable[Workload]:
 def models() -> Iterable[Workload]:
     """Attention layers of real models at lengths they are used with."""
     yield dense("BERT-base, 32 x 512", 32, 512, 12, 64, dtype="float16")
+    yield dense("BERT-base, 64 x 128", 64, 128, 12, 64, dtype="float16")
     yield dense("MiniLM-L6, 64 x 128", 64, 128, 12, 32, dtype="float16")
+    yield dense("ModernBERT, 4 x 8192, window 64", 4, 8192, 12, 64, window=(64, 64), jit=True)
+    yield dense("ViT-B/16, 64 x 197", 64, 197, 12, 64)
+    yield dense("SigLIP-so400m (d72), 16 x 729", 16, 729, 16, 72)
+    yield dense("CLIP text, 256 x 77", 256, 77, 12, 64, dtype="float16", causal=True)
+    yield dense("Whisper encoder, 8 x 1500", 8, 1500, 20, 64, dtype="float16")
     yield dense("GPT-2, 8 x 1024", 8, 1024, 12, 64, dtype="float16", causal=True)
     yield dense("Llama-2-7B, 2 x 4096", 2, 4096, 32, 128, dtype="float16", causal=True)
     yield dense("Llama-3-8B, 1 x 8192", 1, 8192, (32, 8), 128, causal=True)
@@ -301,6 +307,7 @@ def models() -> Iterable[Workload]:
     )
     yield dense("Phi-3-mini (d96), 2 x 4096", 2, 4096, 32, 96, causal=True)
     yield dense("Stable Diffusion XL, 2 x 4096", 2, 4096, 10, 64, dtype="float16")
+    yield Workload("SDXL, 2 x 4096 on 77 words", 2, 4096, 77, 10, 10, 64, dtype="float16")
     yield Workload("Llama-3-8B, chunk 512 of 8192", 1, 512, 8192, 32, 8, 128, causal=True)
 
 
