@@ -94,6 +94,8 @@ function(cuattn_instance_source name kind header all)
   set(most 6)
   if(header MATCHES "sm90/float8")  # a function has two kernels: values by columns, and by rows
     set(most 3)
+  elseif(header MATCHES "sm90/launch" AND name MATCHES "_64x64$")  # so have those with a second tile
+    set(most 3)
   endif()
   list(LENGTH all left)
   math(EXPR sources "(${left} + ${most} - 1) / ${most}")

@@ -10,7 +10,7 @@
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own
 #   masks, scores   `-`: decided at run time, no axis of the template. A mask that is missing is served
 #               by the next wider one: none by causal, causal by window
-# forward_sm90 has a second tile at head_dim 128, and so two rows.
+# forward_sm90 has a second tile at head_dim 64 and 128, and so two rows.
 
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;128" "none;causal;window;rows" "identity")
