@@ -55,6 +55,7 @@ hypothesis.settings.load_profile("cuattn")
 
 
 PASSED = "cuattn/passed"  # in pytest's cache: the tests that passed in the last run
+PASSED_BEFORE = pytest.StashKey[set]()  # in that before this one
 
 
 def pytest_addoption(parser):
@@ -76,8 +77,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--no-cpu-cases"):
         leave_out(config, items, _runs_on_the_cpu)
     if config.getoption("--skip-passed"):
-        passed = set(config.cache.get(PASSED, []))
-        leave_out(config, items, lambda item: item.nodeid in passed)
+        leave_out(config, items, lambda item: item.nodeid in config.stash[PASSED_BEFORE])
 
 
 def leave_out(config, items, is_out):
@@ -102,11 +102,14 @@ def pytest_terminal_summary(terminalreporter, config):
     passed = {report.nodeid for report in stats.get("passed", []) if report.when == "call"}
     passed -= {report.nodeid for report in stats.get("error", [])}  # in the teardown
     if config.getoption("--skip-passed"):
-        passed |= set(config.cache.get(PASSED, []))
+        passed |= config.stash[PASSED_BEFORE]
     config.cache.set(PASSED, sorted(passed))
 
 
 def pytest_configure(config):
+    # At once: read at the end, it was not there in one run of twenty on a busy machine.
+    cache = getattr(config, "cache", None)  # -p no:cacheprovider
+    config.stash[PASSED_BEFORE] = set(cache.get(PASSED, [])) if cache is not None else set()
     # In the environment, so that the workers of pytest-xdist share it.
     os.environ.setdefault("CUATTN_TEST_SEED", str(secrets.randbelow(2**31)))
 
