@@ -139,8 +139,7 @@ int32_t splits_of(const AttentionRequest& r, const Plan& plan, int32_t slots) {
   if (r.num_splits > 0) return std::min(r.num_splits, std::max(ceil_div(r.seqlen_kv, n), 1));
   if (r.batch_invariant) return 1;
   const int32_t tiles = ceil_div(seen_keys(r, m / plan.packed_heads), n);
-  const bool is_small = plan.kernel == Kernel::sm90 && sm90_ctas_per_sm(plan.tile) > 1;
-  return choose_splits(items_of(r, m, plan.packed_heads), tiles, slots, is_small);
+  return choose_splits(items_of(r, m, plan.packed_heads), tiles, slots, has_small_tiles(plan));
 }
 
 // O and lse of each part, float32 (cuda/host/parts.h).

@@ -53,7 +53,7 @@ double cost_of(const AttentionRequest& r, Tile tile, ScoreKind score, int32_t nu
   if (!r.ragged) {
     add({r.batch, longest.rows, longest.keys});
   } else if (r.seqlen_q > 0 && r.batch > 0) {
-    const bool is_there = r.batch > 1 && r.total_q >= r.seqlen_q;  // else a bound that none reaches
+    const bool is_there = r.batch > 1 && r.total_q > r.seqlen_q;  // else a bound that none reaches
     const int32_t others = is_there ? r.batch - 1 : r.batch;
     const double rows = static_cast<double>(r.total_q - (is_there ? r.seqlen_q : 0)) / others;
     if (is_there) add(longest);

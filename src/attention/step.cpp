@@ -8,6 +8,7 @@
 #include "src/attention/call.h"
 #include "src/attention/numbers.h"
 #include "src/attention/pages.h"
+#include "src/attention/sm90_tile.h"
 #include "src/check/ladder.h"
 
 namespace cuattn {
@@ -44,7 +45,7 @@ struct Rates {
   double bytes, flops;
 };
 Rates rates_of(const Plan& plan) {
-  if (plan.kernel == Kernel::sm90) return {21.0, sm90_ctas_per_sm(plan.tile) > 1 ? 3460.0 : 4500.0};
+  if (plan.kernel == Kernel::sm90) return {21.0, has_small_tiles(plan) ? 3460.0 : 4500.0};
   return {15.0, plan.kernel == Kernel::sm80 ? 1800.0 : 110.0};
 }
 
@@ -125,7 +126,7 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
   double longest = longest_keys(p);
   double keys = std::min(double{1} * p.total_kv, longest * p.batch) / device.num_sms;
   double alone = longest * costs.multiply * packed / p.num_heads_q / std::max(plan.num_splits, 1);
-  if (plan.kernel == Kernel::sm90 && sm90_ctas_per_sm(plan.tile) > 1) alone *= 2;
+  if (has_small_tiles(plan)) alone *= 2;
   double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
   return saves(step, whole - keys * costs.read * passes);
 }

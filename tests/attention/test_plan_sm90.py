@@ -62,15 +62,17 @@ def test_small_tiles_of_64_columns_where_large_ones_stay_empty_or_masked():
     assert [tile_m(64, 100, **o) for o in options] == [192, 128, 128]
 
 
-def test_a_ragged_batch_has_tiles_for_its_mean_length():
-    def tile_m(rows):
+def test_a_ragged_batch_has_tiles_for_its_longest_sequence_and_the_mean_of_others():
+    def tile_m(rows, longest=768):
         shape = (rows, 12, 64)
         return cuattn.explain(
-            *("attention_varlen", shape, shape, shape, (33,), (33,), 768, 768),
+            *("attention_varlen", shape, shape, shape, (33,), (33,), longest, longest),
             **{"device": GPUS["H200"], "dtype": "float16"},
         ).tile_m
 
     assert [tile_m(32 * n) for n in (60, 200, 768)] == [64, 64, 192]
+    assert tile_m(8192 + 31 * 16, 8192) == 192  # nearly all work is of one
+    assert tile_m(8000, 8192) == 64  # a bound that none reaches
 
 
 def test_keys_are_split_where_tiles_do_not_fill_the_gpu():

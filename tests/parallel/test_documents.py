@@ -46,7 +46,7 @@ def test_two_levels_of_documents(pool, seed):
 def test_a_split_has_every_token_once(rng):
     """Rows of cut documents are those of the layout that the split makes of them."""
     splits = 0
-    for _ in range(500):
+    for _ in range(2000):
         layout = draw_layout(rng, 600)
         while layout.inner > 1:
             layout = draw_layout(rng, 600)
@@ -122,7 +122,7 @@ def test_few_documents_are_cut(size, rng):
 
 def test_no_rank_has_more_tokens_than_its_share(rng):
     """Of any documents, down to fewer tokens than ranks; every rank gets some of many tokens."""
-    for _ in range(500):
+    for _ in range(2000):
         lengths = np.exp(rng.normal(*rng.choice([(1, 1), (5, 1.5), (8, 2)]), rng.integers(0, 30)))
         begins = np.concatenate([[0], np.cumsum(lengths.astype(int))])
         size, chunk = int(rng.integers(1, 10)), int(rng.choice([1, 128, 1024, 10**9]))
