@@ -191,15 +191,18 @@ size_t flex_workspace(const nb::dict& arguments, const nb::dict& found, int numb
 
 }  // namespace
 
-int64_t add_functor(const nb::bytes& image) {
+int64_t add_functor(const nb::bytes& image, int32_t packed_heads, bool reads_blocks) {
   int64_t functor = 0;
-  check(cuattn_flex_add_functor(image.data(), image.size(), &functor));
+  check(cuattn_flex_add_functor(image.data(), image.size(), packed_heads, reads_blocks, &functor));
   return functor;
 }
 
 void add_flex(nb::module_& m) {
-  m.def("add_functor", &add_functor, nb::arg("image"),
-        "Keep machine code of a mask and a score function; return its number.");
+  m.def("add_functor", &add_functor, nb::arg("image"), nb::arg("packed_heads"),
+        nb::arg("reads_blocks"),
+        "Keep machine code of a mask and a score function, compiled for so many query heads in a "
+        "tile "
+        "and for keys in blocks or not; return its number.");
   m.def("flex_attention", &flex_attention, nb::arg("arguments"), nb::arg("found"),
         nb::sig("def flex_attention(arguments: dict[str, object], found: dict[str, object]) -> "
                 "object"),

@@ -27,6 +27,7 @@ struct LoadedKernel {
 
 struct Functor {
   std::vector<char> image;
+  FunctorForm form;
   cudaLibrary_t library = nullptr;
   std::vector<LoadedKernel> kernels;
 
@@ -43,6 +44,14 @@ std::mutex mutex;
 std::deque<Functor>& functors() {  // never destroyed: graphs may hold kernels until the end
   static auto* all = new std::deque<Functor>;
   return *all;
+}
+
+// Under the lock.
+Functor& functor_of(int64_t number) {
+  CUATTN_REQUIRE(number >= 1 && number <= static_cast<int64_t>(functors().size()),
+                 "flex_attention: functor must be a number that cuattn_flex_add_functor gave, got ",
+                 number, "; add the machine code first");
+  return functors()[static_cast<size_t>(number - 1)];
 }
 
 // What the kernel of a plan is launched with.
@@ -77,10 +86,7 @@ Shape shape_of(const AttentionParams& p, const Plan& plan, const Sm80Schedule& s
 cudaKernel_t functor_kernel(int64_t number, const char* name, int smem_bytes, int device_id,
                             cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex);
-  CUATTN_REQUIRE(number >= 1 && number <= static_cast<int64_t>(functors().size()),
-                 "flex_attention: functor must be a number that cuattn_flex_add_functor gave, got ",
-                 number, "; add the machine code first");
-  Functor& functor = functors()[static_cast<size_t>(number - 1)];
+  Functor& functor = functor_of(number);
   LoadedKernel& loaded = functor.find(name);
   uint64_t bit = device_id < 64 ? uint64_t{1} << device_id : 0;
   if (loaded.prepared & bit) return loaded.kernel;
@@ -116,11 +122,16 @@ void fill_functor(FunctorParams& params, const AttentionParams& p, Tile tile) {
                  flex.lists.key_block, "; make it with block_size=128");
 }
 
-int64_t add_functor(const void* image, size_t bytes) {
+int64_t add_functor(const void* image, size_t bytes, FunctorForm form) {
   std::lock_guard<std::mutex> lock(mutex);
   const char* begin = static_cast<const char*>(image);
-  functors().push_back({std::vector<char>(begin, begin + bytes)});
+  functors().push_back({std::vector<char>(begin, begin + bytes), form});
   return static_cast<int64_t>(functors().size());
+}
+
+FunctorForm functor_form(int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return functor_of(number).form;
 }
 
 void launch_functor(const AttentionParams& p, const AttentionSchedule& cut, const Plan& plan,

@@ -199,6 +199,7 @@ const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
                                .add_functor = add_functor,
+                               .functor_form = functor_form,
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,

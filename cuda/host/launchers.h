@@ -27,7 +27,8 @@ void launch_cublas(const AttentionParams& params, void* workspace, int device_id
 bool cublas_available();
 // attention/functor.cu: machine code of NVRTC, from 1 on; a call whose `flex` names one, and how
 // sm90 cuts it.
-int64_t add_functor(const void* image, size_t bytes);
+int64_t add_functor(const void* image, size_t bytes, FunctorForm form);
+FunctorForm functor_form(int64_t number);
 void launch_functor(const AttentionParams& params, const AttentionSchedule& cut, const Plan& plan,
                     int device_id, cudaStream_t stream);
 // attention/sm90/functor.cu

@@ -33,8 +33,10 @@ struct Backend {
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
                     const Plan& plan, int32_t device_id, Stream stream);
-  // Keeps machine code of a user's functions for FlexParams::functor; nullptr: there is no use.
-  int64_t (*add_functor)(const void* image, size_t bytes);
+  // Keeps machine code of a user's functions for FlexParams::functor, whose form is asked of its number;
+  // nullptr: there is no use.
+  int64_t (*add_functor)(const void* image, size_t bytes, FunctorForm form);
+  FunctorForm (*functor_form)(int64_t functor);
   void (*backward)(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
                    int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);

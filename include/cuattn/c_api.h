@@ -47,9 +47,7 @@ typedef enum {
 
 /* The message of the last failed call on this thread; valid until the next one. */
 CUATTN_API const char* cuattn_last_error(void);
-
 CUATTN_API const char* cuattn_version(void);
-
 enum {
   CUATTN_LAYOUT_BSHD = 0,
   CUATTN_LAYOUT_BHSD = 1,
@@ -166,9 +164,11 @@ typedef struct {
 } cuattn_flex_options;
 
 CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
-/* Keeps machine code of one kernel for the life of the process; python/cuattn/flex/emit.py writes
- * its source. *functor is for cuattn_flex_options. It is loaded by the first call. */
-CUATTN_API cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int64_t* functor);
+/* Keeps machine code of one kernel, which the first call loads, for ever; flex/emit.py writes it for
+ * heads of a group in a tile of sm90 (else 1), and keys in blocks (else 0). *functor: its number. */
+CUATTN_API cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes,
+                                                 int32_t packed_heads, int32_t reads_blocks,
+                                                 int64_t* functor);
 /* Runs as attention does, by cuattn_attention_run; also borrows what flex_options point to. */
 CUATTN_API cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k,
                                              const DLTensor* v,

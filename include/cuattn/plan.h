@@ -40,6 +40,7 @@ struct AttentionRequest {
   ScoreKind score;
   bool has_sinks, batch_invariant;
   bool has_bias, has_bias_map;  // params/attention.h
+  bool has_slopes;              // ALiBi
   int32_t num_splits;           // asked for; 0 = chosen
   bool paged;                   // keys lie in blocks of kv_layout and block_size
   KvLayout kv_layout;
@@ -47,7 +48,9 @@ struct AttentionRequest {
   bool has_dropout;
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
+  bool has_head_rows;           // row ranges of each query head
   bool has_functor;             // these compiled for CUDA
+  FunctorForm functor;          // its packed heads, and whether it reads blocks
   bool has_score_options;       // beside a functor: softcap, ALiBi, a bias or a scale up to 0
   bool has_columns;             // float8: values lie by columns
   bool has_kv_start;            // float8: sequences begin anywhere in their arrays

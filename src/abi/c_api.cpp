@@ -116,14 +116,19 @@ void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size) 
   init_options("flex_attention", options, struct_size);
 }
 
-cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int64_t* functor) {
+cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int32_t packed_heads,
+                                      int32_t reads_blocks, int64_t* functor) {
   return guarded([&] {
     const char* fn = "flex_attention";
     CUATTN_REQUIRE(image != nullptr && bytes > 0 && functor != nullptr, fn,
                    ": a functor must have machine code, got none");
+    const bool is_power = packed_heads > 0 && (packed_heads & (packed_heads - 1)) == 0;
+    CUATTN_REQUIRE(is_power && packed_heads <= 64, fn,
+                   ": packed_heads must be 1, 2, 4, 8, 16, 32 or 64, got ", packed_heads,
+                   "; pass what the functor was compiled for");
     const Backend* cuda = cuda_backend();
     if (cuda == nullptr) fail<NotImplemented>(fn, ": this build has no CUDA; move the arrays");
-    *functor = cuda->add_functor(image, bytes);
+    *functor = cuda->add_functor(image, bytes, {packed_heads, reads_blocks != 0});
   });
 }
 

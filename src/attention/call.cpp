@@ -35,6 +35,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;
   r.has_bias = call.has_bias;
+  r.has_slopes = call.has_slopes;
   r.has_bias_map = call.has_bias && has_bias_map(p);
   r.num_splits = call.num_splits;
   r.paged = call.paged;
@@ -43,6 +44,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_dropout = p.dropout.is_on();
   r.is_flex = call.is_flex();
   r.has_rows = p.rows.begin != nullptr;
+  r.has_head_rows = p.rows.strides.head != 0;
   r.has_programs = call.has_programs;
   r.has_functor = call.flex.functor != 0;
   r.has_columns = p.v_channel_stride != 1;
@@ -57,6 +59,7 @@ AttentionRequest request_of(const AttentionCall& call) {
       has_scale_axis(call, 0, 2) || has_scale_axis(call, 1, 2) || r.has_query_head_scales;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
+    r.functor = call.flex.form;
     r.has_score_options = r.score == ScoreKind::scored;
     r.mask = MaskKind::window;
     r.score = ScoreKind::scored;

@@ -23,7 +23,7 @@ struct AttentionCall {
   Plan decodes;  // of the single queries, where plan.decodes_apart
   DLDevice device;
   int32_t layout;
-  bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
+  bool ragged, paged, uses_seqused, has_sinks, has_bias, has_slopes, batch_invariant;
   bool has_programs;
   bool is_fast;           // accumulate="fast"
   int32_t scale_axes[3];  // of the scales of q, k and v; 0: one number

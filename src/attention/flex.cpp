@@ -272,12 +272,30 @@ void read_lists(AttentionCall& call, const cuattn_flex_options& o, bool check_da
 
 // 5. What was compiled for CUDA
 
+// The heads that share a tile are those of a group, and what a tile skips is the same for them.
+void require_packed(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  const int32_t packed = call.flex.form.packed_heads;
+  if (packed <= 1) return;
+  const char* fn = call.function();
+  CUATTN_REQUIRE(packed * p.num_heads_kv == p.num_heads_q, fn, ": functor packs the rows of ",
+                 packed, " query heads, got ", p.num_heads_q, " over ", p.num_heads_kv,
+                 " key heads; compile it for this group");
+  CUATTN_REQUIRE(
+      call.flex.lists.stride_head == 0 && p.rows.strides.head == 0, fn,
+      ": functor packs the rows of ", packed,
+      " query heads, which lists and row ranges must share, got some of each head; compile "
+      "it for 1");
+}
+
 void read_functor(AttentionCall& call, const cuattn_flex_options& o) {
   if (o.functor == 0) return;
   const char *fn = call.function(), *name = "numbers";
   CUATTN_REQUIRE(is_cuda(call.device), fn, ": functor must not be given on the CPU, which runs ",
                  "score_program and mask_program; leave it out");
   call.flex.functor = o.functor;
+  if (const Backend* cuda = cuda_backend()) call.flex.form = cuda->functor_form(o.functor);
+  require_packed(call);
   if (o.numbers == nullptr) return;
   TensorView view = view_of(fn, name, o.numbers);
   require_host(fn, name, view);

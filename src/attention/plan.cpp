@@ -181,10 +181,10 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
               : r.has_functor ? sm90_functor_tile(d)
                               : sm90_tile(d, mask, score);
   Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);
-  // Not with dropout, which the warps draw that would load them, and not beside a user's functions.
+  // Not with dropout, which the warps draw that would load them.
   auto in_blocks = [&](Tile tile) {
-    return r.paged && !r.has_float8_pages && !r.has_functor && !r.has_rows &&
-           score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
+    return r.paged && !r.has_float8_pages && (!r.has_functor || r.functor.reads_blocks) &&
+           !r.has_rows && score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
   if (other.m > 0 && !r.batch_invariant &&

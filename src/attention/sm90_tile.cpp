@@ -75,11 +75,12 @@ int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
 }
 
 int32_t packed_heads_of(const AttentionRequest& r, int32_t m, ScoreKind score) {
+  if (r.has_functor) return std::max(r.functor.packed_heads, 1);
   const int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1;
-  // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
-  const bool plain = score != ScoreKind::scored && score != ScoreKind::dropped;
-  const bool packs = group > 1 && m % group == 0 && plain && !r.has_rows &&
-                     !r.has_query_head_scales &&
+  // What a head has of its own, a tile has of one.
+  const bool alike = score != ScoreKind::dropped && !r.has_slopes && !r.has_bias &&
+                     !r.has_head_rows && !r.has_query_head_scales;
+  const bool packs = group > 1 && m % group == 0 && alike &&
                      filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   return packs ? group : 1;
 }

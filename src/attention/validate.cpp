@@ -418,6 +418,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
                   o.bias == nullptr && o.dropout_p == 0.0;
   call.has_sinks = o.sinks != nullptr;
   call.has_bias = o.bias != nullptr;
+  call.has_slopes = o.alibi_slopes != nullptr;
   call.batch_invariant = o.batch_invariant != 0;
   call.device = q.device;
   const char* fn = call.function();

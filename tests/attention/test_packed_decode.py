@@ -183,7 +183,9 @@ def test_storages(device, backend, storage, rng):
 def test_wrong_lengths_on_the_device_are_clamped(ends, rng):
     """No access leaves the arrays; the sequence whose lengths are right stays right."""
     device = harness.Cuda()
-    arrays = make((1,) * (3 + len(SHORT)), (9000, 8000, 9000, *SHORT), HEADS, "float16", rng, spare=0)
+    arrays = make(
+        (1,) * (3 + len(SHORT)), (9000, 8000, 9000, *SHORT), HEADS, "float16", rng, spare=0
+    )
     arena = harness.Arena(device)
     q, k, v, begins = (arena.put(x, name=n) for n, x in zip("qkva", arrays[:4], strict=True))
 

@@ -25,8 +25,10 @@ def test_heads_of_a_group_share_tiles_that_would_stay_empty():
     assert rows % 5 != 0  # rows of a group of five do not end with the tile
     assert packed(1, 5, 1) == 1
     assert packed(1, 2 * rows, 1) == 1
-    # ALiBi and bias differ between the heads of a group.
-    assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
+    # A softcap is the same for the heads of a group; ALiBi and bias differ.
+    assert packed(1, 32, 8, softcap=30.0) == packed(1, 32, 8, scale=-1.0) == 4
+    assert packed(1, 32, 8, alibi_slopes=(32,)) == packed(1, 32, 8, bias=(1, 32, 1, 4096)) == 1
+    assert packed(1, 32, 8, dropout_p=0.5, dropout_seed=1) == 1
 
 
 def test_keys_that_lie_together_have_one_tile_at_128_columns():

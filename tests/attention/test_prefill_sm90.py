@@ -135,6 +135,11 @@ PACKED = {
     "wide": dict(num_heads_q=8, num_heads_kv=1, seqlen_q=5, seqlen_kv=301, head_dim=256),
     "strided": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=9, seqlen_kv=99, storage="packed"),
     "heads_first": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=9, seqlen_kv=99, layout="bhsd"),
+    "capped": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=7, seqlen_kv=300, softcap=9.0),
+    "capped_causal": dict(
+        **dict(num_heads_q=16, num_heads_kv=1, seqlen_q=33, seqlen_kv=400, causal=True),
+        **dict(softcap=3.0, sinks=True, head_dim=256),
+    ),
 }
 
 

@@ -90,7 +90,7 @@ def masks():
     ids, ids2 = (rng.integers(0, 4, 400).astype(np.int32) for _ in range(2))
     valid, reals = rng.random(400) < 0.7, rng.standard_normal(400).astype(np.float32)
     blocks, drawn = rng.random((60, 60)) < 0.5, rng.random((75, 395)) < 0.5
-    of_head = rng.integers(0, 4, (3, 400)).astype(np.int32)
+    of_head = rng.integers(0, 4, (16, 400)).astype(np.int32)
     n, strided = 50, rng.integers(0, 4, 800).astype(np.int32)[::2]
     return {
         "ids": lambda b, h, q, k: ids[q] == ids[k],
@@ -100,6 +100,7 @@ def masks():
             (ids[q] == ids[k]) & (ids2[q] <= ids2[k]) | valid[k] & (reals[q] < reals[k])
         ),
         "of a head": lambda b, h, q, k: of_head[h, q] == of_head[h, k],
+        "key of a head": lambda b, h, q, k: (of_head[h, k] < 2) | (k % 3 == q % 2),
         "128": lambda b, h, q, k: blocks[q // 128, k // 128],
         "64": lambda b, h, q, k: blocks[q // 64, k // 64],
         "8": lambda b, h, q, k: blocks[q // 8, k // 8],
@@ -126,22 +127,24 @@ namespace cuattn {
 %(functors)s
 template <class Given, bool kIsFirst>
 __global__ void ask_tile(const FunctorParams p, int32_t row, int32_t tile, char* seen) {
-  constexpr int kKeys = Given::kKeys;
-  const int32_t lane = threadIdx.x %% 32, q = row + lane / 4, k = tile * kKeys + lane %% 4 * 2;
+  constexpr int kKeys = Given::kKeys, kPacked = Given::kPacked;
+  const int32_t lane = threadIdx.x %% 32, at_row = row + lane / 4;
+  const int32_t k = tile * kKeys + lane %% 4 * 2;
+  const int32_t q = at_row / kPacked, head = %(head)d / kPacked * kPacked + at_row %% kPacked;
   float scores[kKeys / 2] = {};
   KeyRange visible[2];
   for (int half = 0; half < 2; ++half) {
     const int eight = row / 8 + half;
     visible[half] = {eight * 37 %% 150, %(kv_len)d - eight * 29 %% 140};
   }
-  const device::ScorePlace first{%(batch)d, %(head)d, q, k, %(q_len)d, %(kv_len)d,
-                                 static_cast<float>(q - k)};
+  const device::ScorePlace first{%(batch)d, kPacked == 1 ? %(head)d : head, q, k,
+                                 %(q_len)d, %(kv_len)d, static_cast<float>(q - k)};
   Answers<Given> answers;
   answers.template find<kIsFirst>(first, p);
   answers.hide(scores, first, p);
   hide_unseen(scores, bits_within<kKeys>(visible, k));
   for (int i = 0; i < kKeys / 2; ++i) {
-    const int at = (q + i / 2 %% 2 * 8) * 512 + k + i / 4 * 8 + i %% 2;
+    const int at = (at_row + i / 2 %% 2 * 8) * 512 + k + i / 4 * 8 + i %% 2;
     seen[at] = scores[i] == 0.0f ? '1' : '0';
   }
 }
@@ -176,13 +179,14 @@ def array_of(i, j, x):
     )
 
 
-def program(given, keys):
+def program(given, keys, packed):
     """A program that prints, of each mask, which scores its threads see of tiles of `keys`."""
     functors, runs = [], []
-    head = f"static constexpr bool kMask = true;\n  static constexpr int kKeys = {keys};"
+    head = "static constexpr bool kMask = true;\n"
+    head += f"  static constexpr int kKeys = {keys}, kPacked = {packed};"
     for i, mask in enumerate(given):
         function = of_mask(mask)
-        text = emit_sm90.members(function, 0)
+        text = emit_sm90.members(function, 0, packed > 1)
         functors.append(f"struct F{i} {{\n  {head}\n{text}}};\n")
         runs.append(f"  static FunctorParams p{i};\n")
         runs += [array_of(i, j, x) for j, x in enumerate(function.arrays)]
@@ -193,12 +197,14 @@ def program(given, keys):
 
 
 @pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("keys", [128, 64])  # of head_dim_v up to 128, and above
-def test_each_thread_sees_what_its_scores_do(tmp_path, keys):
+@pytest.mark.parametrize(("keys", "packed"), [(128, 1), (64, 1), (128, 4), (64, 16)])
+def test_each_thread_sees_what_its_scores_do(tmp_path, keys, packed):
+    """64 keys are those of head_dim_v above 128."""
     (tmp_path / "made").mkdir()
     few = ("ids", "128", "64", "24", "256", "drawn", "lengths", "none")
-    asked = {n: m for n, m in masks().items() if keys == 128 or n in few}
-    (tmp_path / "made/ask.cu").write_text(program(asked.values(), keys))
+    few = few if packed == 1 else ("ids", "of a head", "key of a head", "24", "drawn", "none")
+    asked = {n: m for n, m in masks().items() if (keys, packed) == (128, 1) or n in few}
+    (tmp_path / "made/ask.cu").write_text(program(asked.values(), keys, packed))
     into, flags = tmp_path / "into", ["-std=c++20", "-O1", "-w", "-D__CUDA_ARCH__=800"]
     flags += ["-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h", "-Iemulate/include"]
     flags += [f"-I{into}", f"-I{into}/include", "-Iinclude", "-I."]
@@ -218,7 +224,9 @@ def test_each_thread_sees_what_its_scores_do(tmp_path, keys):
     lines = done.stdout.split()
     for (name, mask), line in zip(asked.items(), lines, strict=True):
         got = np.array([*line]).reshape(80, 512) == "1"
-        want = flex_cases.dense_mask(mask, BATCH + 1, HEAD + 1, Q_LEN, KV_LEN)[BATCH, HEAD]
+        heads = slice(HEAD, HEAD + 1) if packed == 1 else slice(HEAD // packed * packed, None)
+        want = flex_cases.dense_mask(mask, BATCH + 1, max(HEAD + 1, packed), Q_LEN, KV_LEN)
+        want = want[BATCH, heads].swapaxes(0, 1).reshape(-1, KV_LEN)[:Q_LEN]  # token, head
         eight, keys = np.arange(Q_LEN)[:, None] // 8, np.arange(KV_LEN)
         want &= (keys >= eight * 37 % 150) & (keys < KV_LEN - eight * 29 % 140)
         np.testing.assert_array_equal(got[:Q_LEN, :KV_LEN], want, err_msg=name)

@@ -131,7 +131,7 @@ def of_sequence(function, b, place, q_len, kv_len):
     return lambda *at: function(*at[:place], b, *at[place + 1 :], **asked)
 
 
-def test_explain_says_that_keys_are_gathered(rng):
+def test_explain_says_how_keys_are_read(rng):
     mask, _ = functions(rng, 128)["scattered"]
     begins, lens = np.array([0, 1, 2], np.int32), np.array([20, 31], np.int32)
     cache, tables = np.zeros((9, 16, 2, 64), np.float16), np.zeros((2, 2), np.int32)
@@ -149,7 +149,12 @@ def test_explain_says_that_keys_are_gathered(rng):
         plan = cuattn.explain("flex_attention", *shapes, device="h100", dtype="float16", **given)
         assert plan.kernel == "sm90"
         assert "a functor" in plan.reason
-        assert "keys are gathered from their blocks first" in plan.reason
+        assert "keys are read in their blocks" in plan.reason
+        assert plan.packed_heads == 2
+    few, more = (9, 4, 2, 64), {**unread, "block_tables": ("int32", 2, 8)}
+    call = {"device": "h100", "dtype": "float16", **call, **more}
+    plan = cuattn.explain("flex_attention", q.shape, few, few, **call)
+    assert "keys are gathered from their blocks first" in plan.reason
 
 
 def test_keys_in_blocks_have_no_gradients(rng):

@@ -72,8 +72,9 @@ def arrays_of(rng, dtype, *shapes):
 def test_generated_functions_of_many_tiles(rng, device, backend, part):
     for case in range(part, 32, 4):
         dims, dtype = DIMS[case // 4], ("float16", "bfloat16")[case % 2]
-        heads_kv, group = int(rng.integers(1, 3)), int(rng.choice((1, 4)))
-        q_len, kv_len = (int(n) for n in rng.integers(1, 900, 2))
+        heads_kv, group = int(rng.integers(1, 3)), (1, 4, 2, 16)[case % 4]
+        few = (case + case // 4) % 2 == 1  # queries, so that heads of a group share tiles
+        q_len, kv_len = (int(rng.integers(1, n)) for n in (40 if few else 900, 900))
         heads = heads_kv * group
         make = flex_cases.Generator(rng, 2, heads, q_len, kv_len)
         mask = None if case % 5 == 4 else make.mask(1 + case % 3)
@@ -103,6 +104,26 @@ def test_generated_functions_of_many_tiles(rng, device, backend, part):
         where = f"case {case}: {dims} {dtype}, {q_len} x {kv_len}, group {group}, {list(options)}"
         words = [cuattn.flex.trace(f, f is mod) for f in (mask, mod) if f is not None]
         hold(got, want, dtype, f"{where}: {words}")
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_rows_of_few_queries(rng, device, backend):
+    """Row ranges of all heads, whose rows share tiles, and of each head."""
+    for case in range(8):
+        group, dim = (4, 16)[case % 2], (64, 128)[case // 2 % 2]
+        q_len, kv_len = (int(rng.integers(1, n)) for n in (40, 900))
+        low = rng.integers(0, kv_len, (2, 2 * group)).astype(np.int32)
+
+        def mask(b, h, q, k, x=low, of_heads=case >= 4):
+            return (k >= x[b, h if of_heads else 0] - q) & (k < x[b, 1] + 3 * q)
+
+        shapes = ((2, q_len, 2 * group, dim), *[(2, kv_len, 2, dim)] * 2)
+        arrays, wide = arrays_of(rng, "bfloat16", *shapes)
+        want = flex_cases.attention(*map(flex_cases.heads_first, wide), mask=mask)
+        got = cuattn.flex_attention(*arrays, mask_mod=mask, return_lse=True, backend=backend)
+        hold(got, want, "bfloat16", f"case {case}: {q_len} x {kv_len}, group {group}, {dim}")
+        plan = cuattn.explain("flex_attention", *arrays, mask_mod=mask)
+        assert (plan.mask, plan.packed_heads) == ("rows", 1 if case >= 4 else group)
 
 
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
@@ -354,7 +375,7 @@ def on_hopper(monkeypatch):
         problem = problem_of(q, q, call)
         call |= {"q": q, "k": q, "v": q}
         found = find_for(call, problem, score_mod, mask_mod, block_mask, gives)
-        return call, found, [source for source, _ in sources]
+        return call, found, [source for source, *_ in sources]
 
     return find
 

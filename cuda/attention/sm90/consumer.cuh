@@ -119,7 +119,8 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = rows.row + half * 8;
-      int32_t token = Functor::kGiven || s.packed == 1 ? row : row / s.packed;
+      const int32_t packed = packed_heads<Functor>(s.packed);
+      int32_t token = packed == 1 ? row : row / packed;
       rows.visible[half] = {0, w.keys.used};
       if constexpr (kMask != MaskKind::none) {
         rows.visible[half] =
@@ -178,10 +179,12 @@ struct ConsumerSm90 {
   // The first score of a thread in a tile, as a functor is asked of it.
   static __device__ __forceinline__ device::ScorePlace first_place(const Shared& shared,
                                                                    int32_t row, int32_t first) {
+    constexpr int kPacked = Functor::kPacked;
     Work w;
     device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
-    return {
-        w.batch, w.head, row, first, w.queries.used, w.keys.used, static_cast<float>(row - first)};
+    const int32_t token = row / kPacked, head = w.head * kPacked + row % kPacked;
+    const float ahead = static_cast<float>(token - first);
+    return {w.batch, head, token, first, w.queries.used, w.keys.used, ahead};
   }
 
   // A mask finds what it can while S is multiplied; modify asks it for the rest. `more`: there is work.

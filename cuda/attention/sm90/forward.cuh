@@ -81,7 +81,7 @@ struct ForwardSm90 {
   static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kRoom);
   static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
   using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1),
-                          (Functor::kGiven && kQStages > 1)>;
+                          (Functor::kGiven && Functor::kPacked == 1 && kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
   // likewise; a bias (panel, m, 64); what dropout keeps (stage); barriers, those of the main loop
@@ -165,7 +165,7 @@ struct ForwardSm90 {
       } else if (kDrops && !kHasDrawGroup &&
                  warp >= 2) {  // keys in blocks are gathered first: no loaders there
         Producer::draw(p, Shared(smem), warp - 2);
-      } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
+      } else if (Functor::kPages && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {
         if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, shared);

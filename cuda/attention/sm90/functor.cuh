@@ -10,7 +10,15 @@ namespace cuattn {
 
 struct NoFunctor {
   static constexpr bool kGiven = false, kScore = false, kMask = false, kLists = false;
+  static constexpr bool kPages = true;
+  static constexpr int kPacked = 1;
 };
+
+// Query heads that share a tile, of which the schedule says `packed`: a functor is compiled for them.
+template <class Functor>
+__device__ __forceinline__ int32_t packed_heads(int32_t packed) {
+  return Functor::kGiven ? Functor::kPacked : packed;
+}
 
 // The key tiles of a work item, by their places: the tiles themselves, or those of the listed blocks,
 // from left to right. kN: keys of a tile.
@@ -63,13 +71,13 @@ struct Sm90Walk<Functor, kN> {
 };
 
 // Turns a range of tiles into one of places, of the list of the row block at row0; returns its last
-// entry. Every lane of a warp asks the same.
+// entry. Every lane of a warp asks the same. Heads whose rows are packed have the same lists.
 template <class Functor, int kN>
 __device__ __forceinline__ int32_t list_places(device::TileRange& range, const AttentionParams& p,
-                                               int32_t batch, int32_t head, int32_t row0) {
+                                               int32_t batch, int32_t head, int32_t token0) {
   const FlexLists& lists = static_cast<const FunctorParams&>(p).lists;
   const int32_t* starts = lists.starts + batch * lists.stride_batch + head * lists.stride_head +
-                          row0 / lists.query_block;
+                          token0 / lists.query_block;
   int32_t first = __ldg(starts), last = __ldg(starts + 1) - 1;
   if (first > last || range.begin >= range.end) {
     range.begin = range.end = 0;
@@ -94,15 +102,19 @@ struct Sm90FunctorMod {
       : scale(p.scores.scale) {}
 };
 
-// A thread's share of a tile: score i is of row `place.q` + i / 2 % 2 * 8 and key `place.k` + i / 4 * 8
-// + i % 2. Rows and keys past the last are asked about, too, for loads stay within their arrays.
-__device__ __forceinline__ device::ScorePlace place_of(const device::ScorePlace& first, int i) {
-  device::ScorePlace place = first;
-  const int row = (i >> 1 & 1) * 8, key = (i >> 2) * 8 + (i & 1);
-  place.q += row;
+// A thread's share of a tile: score i is of its row i / 2 % 2, the second of which lies 8 below the first,
+// and of key `place.k` + i / 4 * 8 + i % 2. Rows are those of kPacked heads: row = token * kPacked + head,
+// and a thread's first row has no 8 in it. Rows and keys past the last are asked about, too, for loads
+// stay within their arrays.
+template <int kPacked>
+__device__ __forceinline__ void move_place(device::ScorePlace& place, int i) {
+  static_assert((kPacked & (kPacked - 1)) == 0);
+  const int below = (i >> 1 & 1) * 8, key = (i >> 2) * 8 + (i & 1);
+  const int token = kPacked > 8 ? 0 : below / kPacked;
+  if (kPacked > 8) place.h += below;
+  place.q += token;
   place.k += key;
-  place.ahead += static_cast<float>(row - key);  // no conversion for each score
-  return place;
+  place.ahead += static_cast<float>(token - key);  // no conversion for each score
 }
 
 template <class Functor, int kCount>
@@ -110,8 +122,11 @@ __device__ __forceinline__ void call_score(float (&scores)[kCount], float scale,
                                            const device::ScorePlace& first,
                                            const FunctorParams& p) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    scores[i] = Functor::score(scores[i] * scale, place_of(first, i), p);
+  for (int i = 0; i < kCount; ++i) {
+    device::ScorePlace place = first;
+    move_place<Functor::kPacked>(place, i);
+    scores[i] = Functor::score(scores[i] * scale, place, p);
+  }
 }
 
 }  // namespace cuattn

@@ -52,7 +52,7 @@ struct ProducerSm90 {
     };
     const Ids ids{shared.ids(loader)};
     Work w;
-    const int32_t packed = Kernel::Asked::kGiven ? 1 : s.packed;
+    const int32_t packed = packed_heads<typename Kernel::Asked>(s.packed);
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());

@@ -165,7 +165,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   Span queries = query_span(p, batch), keys = key_span(p, batch);
   put(offsetof(Sm90Work, queries), queries);
   put(offsetof(Sm90Work, keys), keys);
-  const int32_t packed = Functor::kGiven ? 1 : s.packed;
+  const int32_t packed = packed_heads<Functor>(s.packed);
   int32_t token0 = row0 / packed, token1 = min((row0 + kM - 1) / packed + 1, queries.used);
   constexpr bool kLeft = kMask == MaskKind::window || kMask == MaskKind::rows;
   device::TileRange range = device::tile_range<kN>(
@@ -176,7 +176,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
-  if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, row0);
+  if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, token0);
   if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);

@@ -23,7 +23,7 @@
 // all of this.
 #pragma once
 
-#include "cuattn/device/functor.cuh"
+#include "cuda/attention/sm90/functor.cuh"
 
 namespace cuattn {
 
@@ -34,13 +34,10 @@ struct TilePlace : device::ScorePlace {
 };
 
 // That of score i of a thread, whose first is at `first`: 2 rows and a quarter of the keys.
-template <int kKeys>
+template <int kPacked, int kKeys>
 __device__ __forceinline__ TilePlace<kKeys> place_in_tile(const TilePlace<kKeys>& first, int i) {
   TilePlace<kKeys> at = first;
-  const int row = (i >> 1 & 1) * 8, key = (i >> 2) * 8 + (i & 1);
-  at.q += row;
-  at.k += key;
-  at.ahead += static_cast<float>(row - key);
+  move_place<kPacked>(at, i);
   at.eight += i >> 2;
   return at;
 }
@@ -116,10 +113,11 @@ __device__ __forceinline__ void find_ahead(Ahead<Functor>& to, const device::Sco
   own.eight = sixteen * 2;
   own.k += sixteen * 16;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) Functor::of_key(to.keys[j], place_in_tile(own, j / 2 * 4 + j % 2), p);
+  for (int j = 0; j < 4; ++j)
+    Functor::of_key(to.keys[j], place_in_tile<Functor::kPacked>(own, j / 2 * 4 + j % 2), p);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    Functor::of_row(to.rows[half], place_in_tile(at, 2 * half), p);
+    Functor::of_row(to.rows[half], place_in_tile<Functor::kPacked>(at, 2 * half), p);
 }
 
 // Tells `hears`, of each score, whether its row sees its key.
@@ -137,7 +135,8 @@ __device__ __forceinline__ void ask(const Ahead<Functor>& ahead, const device::S
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int score = i + 2 * half;
-        hears(score, Functor::sees(place_in_tile(at, score), p, key, ahead.rows[half]));
+        const auto place = place_in_tile<Functor::kPacked>(at, score);
+        hears(score, Functor::sees(place, p, key, ahead.rows[half]));
       }
     }
   }

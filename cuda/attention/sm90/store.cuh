@@ -13,9 +13,9 @@ struct Sm90Maps {
   device::TensorMap q, k, v, o, bias;
 };
 
-// `kRows`: of what carries O to the TMA (`kThroughSmem`): the Q tile, or in float8.cuh a place of its own. `kFunctor`: of a kernel that
-// NVRTC compiles for each functor: rows are not packed, and what does not leave so, the end of a sequence,
-// is stored by less code.
+// `kRows`: of what carries O to the TMA (`kThroughSmem`): the Q tile, or in float8.cuh a place of its own.
+// `kFunctor`: of a kernel that NVRTC compiles for a functor, whose rows are not packed; what does not
+// leave so, the end of a sequence, is stored by less code.
 template <DType kType, ScoreKind kScore, int kHeadDimV, int kRows, bool kThroughSmem,
           bool kFunctor = false>
 struct StoreSm90 {

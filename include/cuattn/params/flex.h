@@ -100,11 +100,18 @@ struct FlexLists {
   int32_t query_blocks, query_block, key_block;  // how many; queries and keys of a block
 };
 
+// For which calls of sm90 a functor was compiled.
+struct FunctorForm {
+  int32_t packed_heads;  // query heads of a group that share a tile; 1: none do
+  bool reads_blocks;     // keys may lie in the blocks of a cache
+};
+
 struct FlexParams {
   FlexProgram score, mask;  // run by the CPU
   FlexLists lists;
   FlexArray arrays[kMaxFlexArrays];
-  int64_t functor;                   // the programs compiled for CUDA; 0: they are not
+  int64_t functor;  // the programs compiled for CUDA; 0: they are not
+  FunctorForm form;
   int32_t numbers[kMaxFlexNumbers];  // that it reads, as bits
 };
 

@@ -20,6 +20,7 @@ from ..flex.device import (
 )
 from ..flex.form import Form, best_form
 from ..flex.options import beside_scale
+from ..flex.packing import as_packed, is_paged, packed_heads, reads_blocks
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
 from ..flex.rows import narrowed
@@ -32,6 +33,7 @@ from .rows import explain_rows
 NAME = "flex_attention"
 CODES = ("float8_e4m3fn", "int8", "uint8")
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+GATHERED = "; keys are gathered from their blocks first"
 
 
 def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]) -> Plan:
@@ -73,9 +75,11 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     given |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
-    if found.arrays and given.get("block_tables") is not None:
+    in_blocks = False
+    if found.arrays and is_paged(given):
+        tile_n = 128 if head_dims_of(given)[1] <= 128 else 64
+        in_blocks = on_cuda and reads_blocks(given, found.arrays, tile_n)
         given = gathered(given, dtype, keys)
-        words += "; keys are gathered from their blocks first"
     if found.arrays and on_cuda:
         is_compiled = bool(found.functions) or "block_starts" in found.arrays
         if not is_compiled and "row_begin" in found.arrays:
@@ -83,14 +87,18 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
             is_wide = compiles_wide_rows(given, word, head_dims_of(given))
             is_compiled = is_wide and on_hopper(given)
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
-        plan = plan_on_hopper(given, dtype, where, is_compiled, keys)
+        packed = packed_heads(given, found.arrays)
+        plan = plan_on_hopper(given, dtype, where, is_compiled, keys, packed)
         if plan is None:
             plan = plan_elsewhere(given, dtype, where, is_compiled)
             words += why_not_sm90(given, plan) if is_compiled else ""
+        in_blocks &= is_compiled and plan.kernel == "sm90"
         if block_mask is not None and "block_starts" in found.arrays:
             words = words.replace(found.words, words_of_tiles(plan, *functions))
     else:
         plan = explain_rows(given, dtype, where)
+    if found.arrays and is_paged(options):
+        words += "; keys are read in their blocks" if in_blocks else GATHERED
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
 
@@ -133,12 +141,17 @@ def head_dims_of(given: dict[str, Any]) -> tuple[int, int]:
 
 
 def plan_on_hopper(
-    given: dict[str, Any], dtype: str, where: Where, is_compiled: bool, keys: int
+    given: dict[str, Any],
+    dtype: str,
+    where: Where,
+    is_compiled: bool,
+    keys: int,
+    packed: int = 1,
 ) -> Plan | None:
     """Return the plan of row ranges or a functor in sm90, as of a window; None if others do.
 
     So the module plans them, whose tiles differ in weight. Of `keys` it hides one at most, for one
-    that hides nothing is planned as no window.
+    that hides nothing is planned as no window. `packed`: heads that share a tile.
     """
     if is_compiled and not may_take_sm90(given, head_dims_of(given)):
         why = f"functions of a user it has no {NOT_IN_SM90}, softcaps from 2**-60 to 2**60"
@@ -152,16 +165,17 @@ def plan_on_hopper(
         return None
     # Both have the tiles of dropout (tiles.h), and with them its splits and workspace.
     drops = {"dropout_p": 0.5, "dropout_seed": 0}
-    tiles = explain_rows({**given, **drops, "window": window}, dtype, where)
+    rows = as_packed({**given, **drops, "window": window}, packed, dtype)
+    tiles = explain_rows(rows, dtype, where)
     tiles = dataclasses.replace(tiles, mask=plan.mask, score=plan.score, ladder=plan.ladder)
     if is_compiled:
-        return dataclasses.replace(tiles, warps=12, packed_heads=1)
+        return dataclasses.replace(tiles, warps=12, packed_heads=packed)
     if most > SM90_ROWS_DIM:
         refuse_if_named(given, f"row ranges without NVRTC head_dim is at most {SM90_ROWS_DIM}")
         return None
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(tiles, mask="rows", head_dim=dim, head_dim_v=dim)
-    return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
+    return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=packed)
 
 
 def refuse_if_named(given: dict[str, Any], why: str) -> None:

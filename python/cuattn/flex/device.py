@@ -24,10 +24,12 @@ from .emit import Kernel, numbers, source
 from .emit_backward import backward_source
 from .functors import can_compile, functor
 from .options import ALIBI, SCALE, SOFTCAP, beside_scale, softcap_of
+from .packing import TILE_ROWS, packed_heads, reads_blocks
 from .plan import Found
 from .trace import dtype_name
 
 NAME = "flex_attention"
+TILE_KEYS = 128  # of sm90_functor_tile, where head_dim_v is at most 128
 SM90_DIM, SM90_ROWS_DIM = 256, 128  # of functors in sm90, and of row ranges without one
 PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 MOST_BACKWARD = 256  # of the head sizes that have gradients
@@ -56,7 +58,8 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
     shape = (q.dtype, *head_dims_of(arguments))
     options = (is_plain(arguments), free_options(arguments), softcap_of(arguments))
-    return type(q), device, *shape, stream, *options, arguments.get("backend", "auto")
+    form = (packed_heads(arguments, {}), reads_blocks(arguments, {}, TILE_KEYS))
+    return type(q), device, *shape, stream, *options, *form, arguments.get("backend", "auto")
 
 
 def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:
@@ -174,8 +177,12 @@ def functor_of(arguments: dict[str, Any], found: Found, gives: Gives | None = No
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
     form = found.functions, has_rows, has_lists, is_plain(arguments)
     if gives is None:
-        arch, kernel, _ = kernel_of(arguments)
-        return functor(source(kernel, *form), arch)
+        arch, kernel, tile = kernel_of(arguments)
+        if kernel.name == "sm90":
+            packed = packed_heads(arguments, found.arrays)
+            in_blocks = reads_blocks(arguments, found.arrays, tile[1])
+            kernel = kernel._replace(packed_heads=packed, reads_blocks=in_blocks)
+        return functor(source(kernel, *form), arch, kernel.packed_heads, kernel.reads_blocks)
     arch, kernel = backward_kernel_of(arguments)
     return functor(backward_source(kernel, *form, *gives), arch)
 
@@ -249,7 +256,7 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
 
 def sm90_tile(head_dim_v: int) -> tuple[int, int]:
     """Return the queries and keys of a tile with a functor: sm90_functor_tile of tiles.h."""
-    return 128, 128 if head_dim_v <= 128 else 64
+    return TILE_ROWS, TILE_KEYS if head_dim_v <= 128 else TILE_KEYS // 2
 
 
 def runs_in_sm90(arguments: dict[str, Any]) -> bool:

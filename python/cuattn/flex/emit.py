@@ -49,6 +49,8 @@ class Kernel(NamedTuple):
     dtype: str
     head_dim: int
     head_dim_v: int
+    packed_heads: int = 1  # of sm90, see packing.py
+    reads_blocks: bool = False
 
 
 def constant(x: Any, kind: str) -> str:
@@ -165,8 +167,8 @@ SEES = """\
                                               const FunctorParams& p) {
 %s  }
 """
-KEYS = """\
-  static constexpr int kKeys = sm90_functor_tile({%(qk)d, %(v)d}).n;
+FORM = """\
+  static constexpr int kKeys = sm90_functor_tile({%(qk)d, %(v)d}).n, kPacked = %(packed)d;
 """
 KERNELS = {
     "sm90": """\
@@ -226,16 +228,18 @@ def source(
     flags |= {"kRows": rows, "kLists": lists, "kAlone": alone}
     flags["kPlain"] = alone and not flags["kScore"]
     flags |= {"kGiven": True}
+    if kernel.name == "sm90":
+        flags |= {"kPages": kernel.reads_blocks}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     if kernel.name == "sm90":
-        parts.append(KEYS % shape)
+        parts.append(FORM % {**shape, "packed": kernel.packed_heads})
     for name, frame in (("score", SCORE), ("mask", SEES)):
         if name not in functions:
             continue
         if (kernel.name, name) == ("sm90", "mask"):
-            parts.append(emit_sm90.members(functions[name], first))
+            parts.append(emit_sm90.members(functions[name], first, kernel.packed_heads > 1))
         else:
             parts.append(frame % body(functions[name], first, kernel.dtype != "float32"))
         first += len(functions[name].scalars)

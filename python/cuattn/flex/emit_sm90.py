@@ -74,8 +74,12 @@ def is_dear(node: Expr) -> bool:
     return node.op in ("load", "div", *CALLS, *FLOAT_CALLS)
 
 
-def computed_ahead(root: Expr) -> tuple[list[Expr], list[Expr]]:
-    """Return the largest parts of a mask that hang on the key, and on the row, alone."""
+def computed_ahead(root: Expr, is_packed: bool) -> tuple[list[Expr], list[Expr]]:
+    """Return the largest parts of a mask that hang on the key, and on the row, alone.
+
+    Where heads are packed, a row is of one of them.
+    """
+    of_row = {"q", "h"} if is_packed else {"q"}
     order, dear = ordered(root), set()
     for node in order:
         if is_dear(node) or any(id(a) in dear for a in node.nodes()):
@@ -86,7 +90,7 @@ def computed_ahead(root: Expr) -> tuple[list[Expr], list[Expr]]:
             continue
         if "k" not in node.free:
             rows.append(node)
-        elif "q" not in node.free and not is_coarse(node):
+        elif of_row.isdisjoint(node.free) and not is_coarse(node):
             keys.append(node)
         else:
             needed.update(map(id, node.nodes()))
@@ -94,12 +98,12 @@ def computed_ahead(root: Expr) -> tuple[list[Expr], list[Expr]]:
     return keys[:count], rows[:count]
 
 
-def members(function: Function, first_number: int) -> str:
+def members(function: Function, first_number: int, is_packed: bool = False) -> str:
     """Return the members of a mask in `sm90`; all of it is exact."""
     given = function, first_number, False
     parts: dict[str, Any] = {}
     known: dict[int, str] = {}
-    for name, nodes in zip(("key", "row"), computed_ahead(function.expr), strict=True):
+    for name, nodes in zip(("key", "row"), computed_ahead(function.expr, is_packed), strict=True):
         names, lines = statements(nodes, *given, form=unsigned)
         fields = [f"    {TYPES[node.type]} e{i};\n" for i, node in enumerate(nodes)]
         lines += [f"    to.e{i} = {names[id(node)]};\n" for i, node in enumerate(nodes)]

@@ -46,8 +46,10 @@ def headers_key() -> bytes:
     return hashed.digest()
 
 
-def functor(source: str, arch: str) -> int:
+def functor(source: str, arch: str, packed_heads: int = 1, reads_blocks: bool = False) -> int:
     """Return the number of a source's machine code, compiled the first time.
+
+    The source says the same of packed heads and of blocks (packing.py).
 
     Raises
     ------
@@ -57,7 +59,8 @@ def functor(source: str, arch: str) -> int:
     key = (source, arch)
     with _lock:
         if key not in _known:
-            _known[key] = _core.add_functor(machine_code(source, arch))
+            code = machine_code(source, arch)
+            _known[key] = _core.add_functor(code, packed_heads, reads_blocks)
         return _known[key]
 
 
