@@ -64,7 +64,10 @@ def test_the_plan_of_packed_rows_is_that_of_their_groups():
     assert as_packed(call(3, 8, 2, layout="bhsd"), 4, "float16")["q"] == ("float16", 2, 2, 12, 128)
     rows = {"q": ("float16", 20, 8, 64), "cu_seqlens_q": (3,), "max_seqlen_q": 10}
     assert as_packed(rows, 4, "float16")["q"] == ("float16", 80, 2, 64)
-    assert as_packed(rows, 4, "float16")["max_seqlen_q"] == 40
+    assert as_packed(rows, 4, "bfloat16")["max_seqlen_q"] == 40
+    assert as_packed(rows, 4, "bfloat16")["q"][0] == "float16"
+    array = {n: np.zeros((2, 3, h, 64), np.float32) for n, h in zip("qkv", (8, 2, 2), strict=True)}
+    assert as_packed(array, 4, "float16")["q"] == ("float32", 2, 12, 2, 64)
     assert as_packed(rows, 1, "float16") is rows
 
 

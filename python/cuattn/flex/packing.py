@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from .._kv_shapes import BLOCK_SIZE_AXIS
+from .trace import dtype_name
 
 TILE_ROWS = 128  # of sm90_functor_tile
 MIN_BOX_ROWS = 16  # kMinPageRows of tiles.h
@@ -89,10 +90,16 @@ def reads_blocks(arguments: dict[str, Any], found: dict[str, Any], tile_n: int) 
 
 
 def as_packed(given: dict[str, Any], packed: int, dtype: str) -> dict[str, Any]:
-    """Return the call whose plan is that of packed rows: the rows of one head for each group."""
+    """Return the call whose plan is that of packed rows: the rows of one head for each group.
+
+    Its arrays are shapes; dtype is that of q where it is one already.
+    """
     if packed == 1:
         return given
-    *front, heads, dim = shape_of(given["q"])
+    given = {n: (dtype_name(x), *x.shape) if hasattr(x, "shape") else x for n, x in given.items()}
+    q = given["q"]
+    dtype = q[0] if isinstance(q[0], str) else dtype
+    *front, heads, dim = shape_of(q)
     is_heads_first = given.get("cu_seqlens_q") is None and given.get("layout", "bshd") == "bhsd"
     if is_heads_first:  # batch, heads, rows, dim
         front, heads = [front[0], front[1] // packed], heads * packed
