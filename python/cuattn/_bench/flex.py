@@ -25,6 +25,7 @@ class FlexWorkload:
     name: str
     kind: str
     seqlen: int = 8192
+    seqlen_q: int = 0  # 0: seqlen
     batch: int = 2
     num_heads_q: int = 16
     num_heads_kv: int = 16
@@ -35,6 +36,10 @@ class FlexWorkload:
     bars: tuple[Bar, ...] = ()
 
     op = "flex_attention"
+
+    @property
+    def queries(self) -> int:
+        return self.seqlen_q or self.seqlen
 
     def draw(self, device: str) -> Any:
         from .flex_inputs import FlexInputs
@@ -54,6 +59,7 @@ class FlexWorkload:
             "slopes": np.exp2(-8.0 * np.arange(1, heads + 1) / heads).astype(np.float32),
             "table": rng.standard_normal((heads, 2 * n + 1)).astype(np.float32),
             "blocks": rng.random((blocks, blocks)) < share,
+            "valid": rng.random(n) < 0.9,
         }
 
     @functools.cached_property  # a pass over all scores
@@ -62,11 +68,12 @@ class FlexWorkload:
         n = self.seqlen
         mask = functions(self, self.captured())[1]
         if mask is None:
-            return n * n
+            return self.queries * n
         k, count = np.arange(n)[None, :], 0
-        for begin in range(0, n, CHUNK):
-            q = np.arange(begin, min(n, begin + CHUNK))[:, None]
-            count += int(np.count_nonzero(mask(0, 0, q, k)))
+        for begin in range(0, self.queries, CHUNK):
+            q = np.arange(begin, min(self.queries, begin + CHUNK))[:, None]
+            seen = np.broadcast_to(mask(0, 0, q, k), (len(q), n))
+            count += int(np.count_nonzero(seen))
         return count
 
     @property
@@ -76,8 +83,8 @@ class FlexWorkload:
     @property
     def bytes(self) -> int:
         """Bytes of q, k, v and out, each touched once."""
-        rows = 2 * (self.num_heads_q + self.num_heads_kv) * self.batch * self.seqlen
-        return rows * self.head_dim * ITEMSIZE[self.dtype]
+        rows = self.num_heads_q * self.queries + self.num_heads_kv * self.seqlen
+        return 2 * rows * self.batch * self.head_dim * ITEMSIZE[self.dtype]
 
     @property
     def series(self) -> str:
@@ -86,7 +93,8 @@ class FlexWorkload:
     @property
     def extent(self) -> str:
         """Say how large a call is, for lists."""
-        return f"batch {self.batch}, seqlen {self.seqlen}"
+        queries = f"{self.seqlen_q} of " if self.seqlen_q else ""
+        return f"batch {self.batch}, seqlen {queries}{self.seqlen}"
 
 
 PLAIN: dict[str, Callable[[FlexWorkload], dict[str, Any]]] = {  # options that are the functions
@@ -99,8 +107,8 @@ PLAIN: dict[str, Callable[[FlexWorkload], dict[str, Any]]] = {  # options that a
 def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
     """Return the score and the mask function of a kind, which capture arrays of `x`."""
     n, near, first = w.seqlen, w.seqlen // 8, 64
-    ids, mixed, ends, slopes, table, blocks = (
-        x[name] for name in ("sorted", "mixed", "ends", "slopes", "table", "blocks")
+    ids, mixed, ends, slopes, table, blocks, valid = (
+        x[name] for name in ("sorted", "mixed", "ends", "slopes", "table", "blocks", "valid")
     )
     tanh: Any = np.tanh
     if not isinstance(ids, np.ndarray):
@@ -130,6 +138,8 @@ def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
         "softcap": (lambda s, b, h, q, k: 20.0 * tanh(s / 20.0), causal),
         "softcap, a function": (lambda s, b, h, q, k: 20.0 * tanh(s / 20.0) + 0.5, causal),
         "relative bias": (lambda s, b, h, q, k: s + table[h, q - k + n], causal),
+        "a table of heads and keys": (lambda s, b, h, q, k: s + table[h, k], None),
+        "keys in use": (None, lambda b, h, q, k: valid[k]),
     }
     for function in kinds[w.kind]:
         if function is not None:
@@ -162,6 +172,10 @@ def flex() -> Iterable[FlexWorkload]:
         yield FlexWorkload(kind, kind, bars=(Bar(OURS, FLEX, 1.0),))
     for kind, least in (("alibi, a function", 1.5), ("softcap, a function", 1.8)):
         yield FlexWorkload(kind, kind, bars=(Bar(OURS, FLEX, least),))
+    for kind in ("a table of heads and keys", "keys in use"):
+        one = FlexWorkload(f"one query, {kind}", kind, seqlen_q=1, batch=16, backends=("auto",))
+        ahead = (Bar(OURS, FLEX, 1.0),)
+        yield dataclasses.replace(one, num_heads_q=32, num_heads_kv=8, bars=ahead)
     yield FlexWorkload("streaming, head_dim 64", "streaming", head_dim=64)
     yield FlexWorkload("relative bias, head_dim 64", "relative bias", head_dim=64)
 
@@ -169,5 +183,5 @@ def flex() -> Iterable[FlexWorkload]:
 def flex_smoke() -> Iterable[FlexWorkload]:
     """Make the rows of `flex` small and float32."""
     for w in flex():
-        small: dict[str, Any] = {"seqlen": 300, "num_heads_q": 4, "num_heads_kv": 2}
+        small: dict[str, Any] = {"seqlen": 300, "num_heads_q": 4, "num_heads_kv": 2, "batch": 2}
         yield dataclasses.replace(w, dtype="float32", head_dim=w.head_dim // 4, bars=(), **small)

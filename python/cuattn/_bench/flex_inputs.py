@@ -27,9 +27,11 @@ class FlexInputs:
         self.workload, self.device = w, device
         generator = torch.Generator(device).manual_seed(0)
         self.q, self.k, self.v = (
-            torch.randn((w.batch, w.seqlen, heads, w.head_dim), generator=generator, device=device)
+            torch.randn((w.batch, n, heads, w.head_dim), generator=generator, device=device)
             .to(getattr(torch, w.dtype))
-            for heads in (w.num_heads_q, w.num_heads_kv, w.num_heads_kv)
+            for n, heads in (
+                (w.queries, w.num_heads_q), (w.seqlen, w.num_heads_kv), (w.seqlen, w.num_heads_kv)
+            )
         )  # fmt: skip
         captured = {n: torch.from_numpy(x).to(device) for n, x in w.captured().items()}
         self.score, self.mask = functions(w, captured)
@@ -48,7 +50,7 @@ class Sample:
         group, plain_error, most = w.num_heads_q // w.num_heads_kv, 0.0, 0.0
         self.expected: dict[tuple[int, int], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
         for b, h in ((0, 0), (w.batch - 1, w.num_heads_q - 1)):
-            rows = reference.sample_rows(w.seqlen, rng)
+            rows = reference.sample_rows(w.queries, rng)
             q, k, v = (
                 to_host(a[b, :, n]) for a, n in ((x.q, h), (x.k, h // group), (x.v, h // group))
             )
@@ -120,7 +122,7 @@ def flex(w: FlexWorkload, x: FlexInputs) -> Prepared:
     arrays = tuple(a.transpose(1, 2) for a in (x.q, x.k, x.v))
     block_mask = None
     if x.mask is not None:
-        block_mask = create_block_mask(x.mask, None, None, w.seqlen, w.seqlen, device=x.q.device)
+        block_mask = create_block_mask(x.mask, None, None, w.queries, w.seqlen, device=x.q.device)
     options = {"score_mod": x.score, "block_mask": block_mask}
     options["enable_gqa"] = w.num_heads_q != w.num_heads_kv
     compiled = torch.compile(flex_attention, dynamic=False)
