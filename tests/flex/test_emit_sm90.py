@@ -179,12 +179,12 @@ def array_of(i, j, x):
     )
 
 
-def program(given, keys, packed):
-    """A program that prints, of each mask, which scores its threads see of tiles of `keys`."""
+def program(given):
+    """A program that prints of each (mask, keys of a tile, packed heads) which scores are seen."""
     functors, runs = [], []
-    head = "static constexpr bool kMask = true;\n"
-    head += f"  static constexpr int kKeys = {keys}, kPacked = {packed};"
-    for i, mask in enumerate(given):
+    for i, (mask, keys, packed) in enumerate(given):
+        head = "static constexpr bool kMask = true;\n"
+        head += f"  static constexpr int kKeys = {keys}, kPacked = {packed};"
         function = of_mask(mask)
         text = emit_sm90.members(function, 0, packed > 1)
         functors.append(f"struct F{i} {{\n  {head}\n{text}}};\n")
@@ -196,15 +196,17 @@ def program(given, keys, packed):
     return PROGRAM % {"functors": "".join(functors), "runs": "".join(runs), **where}
 
 
+FEW = ("ids", "128", "64", "24", "256", "drawn", "lengths", "none")
+FEW_PACKED = ("ids", "of a head", "key of a head", "24", "drawn", "none")
+FORMS = {(128, 1): None, (64, 1): FEW, (128, 4): FEW_PACKED, (64, 16): FEW_PACKED}  # None: all
+
+
 @pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("keys", "packed"), [(128, 1), (64, 1), (128, 4), (64, 16)])
-def test_each_thread_sees_what_its_scores_do(tmp_path, keys, packed):
-    """64 keys are those of head_dim_v above 128."""
+def test_each_thread_sees_what_its_scores_do(tmp_path):
+    """64 keys of a tile are those of head_dim_v above 128."""
     (tmp_path / "made").mkdir()
-    few = ("ids", "128", "64", "24", "256", "drawn", "lengths", "none")
-    few = few if packed == 1 else ("ids", "of a head", "key of a head", "24", "drawn", "none")
-    asked = {n: m for n, m in masks().items() if (keys, packed) == (128, 1) or n in few}
-    (tmp_path / "made/ask.cu").write_text(program(asked.values(), keys, packed))
+    asked = {(n, *f): masks()[n] for f, names in FORMS.items() for n in names or masks()}
+    (tmp_path / "made/ask.cu").write_text(program([(m, *n[1:]) for n, m in asked.items()]))
     into, flags = tmp_path / "into", ["-std=c++20", "-O1", "-w", "-D__CUDA_ARCH__=800"]
     flags += ["-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h", "-Iemulate/include"]
     flags += [f"-I{into}", f"-I{into}/include", "-Iinclude", "-I."]
@@ -222,7 +224,7 @@ def test_each_thread_sees_what_its_scores_do(tmp_path, keys, packed):
         )
         assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.split()
-    for (name, mask), line in zip(asked.items(), lines, strict=True):
+    for ((*name, packed), mask), line in zip(asked.items(), lines, strict=True):
         got = np.array([*line]).reshape(80, 512) == "1"
         heads = slice(HEAD, HEAD + 1) if packed == 1 else slice(HEAD // packed * packed, None)
         want = flex_cases.dense_mask(mask, BATCH + 1, max(HEAD + 1, packed), Q_LEN, KV_LEN)
