@@ -145,11 +145,13 @@ inline device::TensorMap key_map(const AttentionParams& p, const void* base, con
 inline device::TensorMap paged_cache_map(const PagedParams& p, const void* cache,
                                          const CacheStrides& s, int32_t piece) {
   const Pages& pages = p.pages;
-  bool packed = pages.packed_rows > 0;
+  const bool packed = pages.packed_rows > 0;
+  const int64_t tokens = packed                          ? pages.packed_rows
+                         : pages.block_tables == nullptr ? p.work.capacity
+                                                         : pages.block_size;
   return tensor_map(p.kv_dtype,
                     pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
-                    {p.head_dim, packed ? pages.packed_rows : pages.block_size, p.work.num_heads_kv,
-                     packed ? 1 : pages.num_blocks, 1},
+                    {p.head_dim, tokens, p.work.num_heads_kv, packed ? 1 : pages.num_blocks, 1},
                     {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
 }
 

@@ -79,6 +79,7 @@ struct PagedRequest {
   int32_t rope_dim;  // of it
   bool has_pages;    // of it: keys are not rows
   bool has_lists;    // of it: each query has a list of tokens
+  bool are_alike;    // all sequences have `capacity` tokens
 };
 
 // Each names a rung of every op that has one.

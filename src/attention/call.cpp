@@ -152,10 +152,12 @@ void run_apart(const AttentionCall& call, void* workspace, Stream stream) {
   run_step(step, call.decodes, room + lengths_bytes(call), stream);
 }
 
-// Packed rows by a decode kernel, which is told their lengths first.
-void run_packed(const AttentionCall& call, void* workspace, Stream stream) {
-  backend_of(call.function(), call.device)
-      .key_lengths(packed_lengths(call, workspace), call.device.device_id, stream);
+// Rows by a decode kernel, which is told the lengths of packed ones first.
+void run_rows(const AttentionCall& call, void* workspace, Stream stream) {
+  if (call.ragged) {
+    backend_of(call.function(), call.device)
+        .key_lengths(packed_lengths(call, workspace), call.device.device_id, stream);
+  }
   auto* room = static_cast<char*>(workspace) + packed_lengths_bytes(call);
   run_step(step_of(call, workspace), call.plan, room, stream);
 }
@@ -165,7 +167,7 @@ void run_plan(AttentionCall& call, void* workspace, Stream stream) {
   const KeyAccess keys = call.plan.keys;
   if (keys == KeyAccess::by_step)
     return run_step(step_of(call, nullptr), call.plan, workspace, stream);
-  if (keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
+  if (keys == KeyAccess::rows_by_step) return run_rows(call, workspace, stream);
   if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
   launch(call, workspace, stream);
 }

@@ -66,7 +66,7 @@ void point_at_pages(AttentionCall& call) {
 
 namespace {
 
-// Where the keys of a step lie: in the blocks of a cache, or in packed rows.
+// Where the keys of a step lie: in the blocks of a cache, or in rows.
 void place_keys(const AttentionCall& call, void* workspace, PagedParams& to) {
   const AttentionParams& p = call.params;
   const CacheGatherParams& g = call.gather;
@@ -80,19 +80,27 @@ void place_keys(const AttentionCall& call, void* workspace, PagedParams& to) {
     to.pages = g.pages;
     return;
   }
-  auto strides = [](const Strides& s) { return CacheStrides{s.seq, s.head, s.seq}; };
-  to.work.context_lens = static_cast<const int32_t*>(workspace);
+  auto strides = [&](const Strides& s) {
+    return CacheStrides{call.ragged ? s.seq : s.batch, s.head, s.seq};
+  };
   to.k_cache = p.k;
   to.v_cache = p.v;
   to.k_strides = strides(p.k_strides);
   to.v_strides = strides(p.v_strides);
   to.kv_layout = KvLayout::nhd;
-  to.pages = {p.total_kv, kMostPackedRows, p.cu_seqlens_kv, 1, p.total_kv};
+  if (call.ragged) {
+    to.work.context_lens = static_cast<const int32_t*>(workspace);
+    to.pages = {p.total_kv, kMostPackedRows, p.cu_seqlens_kv, 1, p.total_kv};
+  } else {
+    to.work.context_lens = p.seqused_kv;
+    to.pages = {p.batch, kMostPackedRows, nullptr, 0, 0};
+  }
 }
 
 }  // namespace
 
 size_t packed_lengths_bytes(const AttentionCall& call) {
+  if (!call.ragged) return 0;
   return whole_pieces(checked_bytes(call.function(), {sizeof(int32_t), call.params.batch}));
 }
 
@@ -107,6 +115,7 @@ PagedCall step_of(const AttentionCall& call, void* workspace) {
   PagedCall step{};
   step.function = call.function();
   step.device = call.device;
+  step.are_alike = !call.ragged && !call.uses_seqused;
   PagedParams& to = step.params;
   PagedWork& w = to.work;
   w.num_seqs = p.batch;

@@ -20,8 +20,8 @@ void* gather_pages(AttentionCall& call, void* workspace, Stream stream);
 // For a kernel that follows the block tables.
 void point_at_pages(AttentionCall& call);
 
-// The call as a step of paged_attention. Packed rows are pages, too (Pages), whose lengths lie at the
-// front of the workspace; behind them is the workspace of the step.
+// The call as a step of paged_attention. Rows are pages, too (Pages). The lengths of packed ones lie at
+// the front of the workspace; behind them is the workspace of the step.
 PagedCall step_of(const AttentionCall& call, void* workspace);
 constexpr int32_t kMostPackedRows = 1 << 30;  // of such pages
 size_t packed_lengths_bytes(const AttentionCall& call);

@@ -112,10 +112,16 @@ bool decodes_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step
   return saves(step, saved);
 }
 
-// Whether packed rows under few queries gain by `step`. The kernel of the plan gives each tile of
-// queries, and each part of split keys, one multiprocessor, which a small tile by itself uses half: what
-// the longest sequence takes is the least.
-bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
+int64_t num_keys(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  return call.ragged ? p.total_kv : int64_t{p.batch} * p.seqlen_kv;
+}
+
+// Whether rows under few queries gain by `step`. The kernel of the plan gives each tile of queries, and
+// each part of split keys, one multiprocessor, which a small tile by itself uses half: what the longest
+// sequence takes is the least.
+bool rows_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
+  constexpr int32_t kFewKeys = 256;
   const Plan& plan = call.plan;
   if (!has_rates(plan, device)) return false;
   const AttentionParams& p = call.params;
@@ -124,19 +130,23 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
   int32_t passes = parts(p.seqlen_q * (p.num_heads_q / p.num_heads_kv), step.tile.m);
   KeyCosts costs = key_costs(p, plan);
   double longest = longest_keys(p);
-  double keys = std::min(double{1} * p.total_kv, longest * p.batch) / device.num_sms;
+  double keys = std::min(double{1} * num_keys(call), longest * p.batch) / device.num_sms;
   double alone = longest * costs.multiply * packed / p.num_heads_q / std::max(plan.num_splits, 1);
   if (has_small_tiles(plan)) alone *= 2;
   double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
-  return saves(step, whole - keys * costs.read * passes);
+  bool saved = saves(step, whole - keys * costs.read * passes);
+  // Rows that do not lie packed cost it no more launches.
+  if (call.ragged || step.kernel != Kernel::sm90) return saved;
+  return passes == 1 && longest >= kFewKeys;
 }
 
-// Packed rows as a step.
-bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
+// Rows as a step.
+bool plans_rows(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
   const AttentionParams& p = call.params;
+  int64_t most = call.ragged ? p.total_kv : p.seqlen_kv;
   bool serves = device.is_cuda && call.num_splits == 0 && !call.batch_invariant &&
-                !is_code(p.dtype) && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
-                p.total_kv < kMostPackedRows && p.num_heads_kv > 0;
+                !is_code(p.dtype) && p.head_dim <= kMostHeadDim && most > 0 &&
+                most < kMostPackedRows && p.num_heads_kv > 0;
   if (!serves) return false;
   try {
     if (!plans_step(call, step_of(call, nullptr), device, plan)) return false;
@@ -184,11 +194,10 @@ void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* b
     call.plan = call.decodes;
     return;
   }
-  Plan &plan = call.plan, packed{};
+  Plan &plan = call.plan, rows{};
   plan = select_attention(request_of(call), device, backend);
-  if (may_step && !call.paged && plans_packed(call, device, packed) &&
-      packed_pays(call, device, packed)) {
-    plan = packed;
+  if (may_step && !call.paged && plans_rows(call, device, rows) && rows_pay(call, device, rows)) {
+    plan = rows;
     return;
   }
   if (plan.keys == KeyAccess::gathered) plan.workspace_bytes += gathered_bytes(call);
@@ -201,10 +210,10 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
   const Plan &plan = call.plan, &decodes = call.decodes;
   if (plan.numbers_bytes > 0 && call.paged && is_code(call.params.dtype))
     return ladder_of(as_numbers(call), device, backend) + kQueriesFirst;
-  bool is_packed = plan.keys == KeyAccess::rows_by_step;
-  if (plan.keys == KeyAccess::by_step || is_packed) {
+  bool has_rows = plan.keys == KeyAccess::rows_by_step;
+  if (plan.keys == KeyAccess::by_step || has_rows) {
     std::string ladder = ladder_of_step(step_of(call, nullptr), device, plan);
-    if (!is_packed) return ladder;
+    if (!has_rows || !call.ragged) return ladder;
     return concat(ladder, expectation(plan), " than a kernel of attention\n");
   }
   std::string ladder = explain_attention(request_of(call), device, backend);

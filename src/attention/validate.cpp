@@ -413,9 +413,9 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr || o.kv_start != nullptr;
-  bool has_lens = call.paged ? o.seqused_k != nullptr && o.cu_seqlens_k == nullptr : call.ragged;
+  bool has_lens = !call.paged || (o.seqused_k != nullptr && o.cu_seqlens_k == nullptr);
   call.may_step = has_lens && kind == CallKind::attention && o.seqused_q == nullptr &&
-                  o.bias == nullptr && o.dropout_p == 0.0;
+                  o.kv_start == nullptr && o.bias == nullptr && o.dropout_p == 0.0;
   call.has_sinks = o.sinks != nullptr;
   call.has_bias = o.bias != nullptr;
   call.has_slopes = o.alibi_slopes != nullptr;

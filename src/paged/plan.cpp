@@ -4,6 +4,7 @@
 #include "cuattn/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -150,8 +151,9 @@ bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_
          ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
 }
 
-// Few units: their keys are cut evenly, without a deal. One sequence always; several where the
-// splits of a unit make a cluster and none is long, however unequal the contexts are. A cluster
+// Few units: their keys are cut evenly, without a deal. One sequence always; several where they are
+// known to be alike, or the splits of a unit make a cluster and none is long, however unequal the
+// contexts are. A cluster
 // spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
 void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
   constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
@@ -165,7 +167,10 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
   bool is_short = most - ceil_div(tiles, splits) <= 2 &&
                   (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
   plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
-  plan.num_splits = plan.cluster > 1 ? 1 : r.num_seqs <= 1 ? splits : 0;
+  // Equal splits need no deal where their blocks fill the last round, too.
+  const double rounds = 1.0 * units * splits / plan.num_workers;
+  const bool fills = r.are_alike && rounds >= 0.9 * std::ceil(rounds);
+  plan.num_splits = plan.cluster > 1 ? 1 : r.num_seqs <= 1 || fills ? splits : 0;
 }
 
 // The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and

@@ -33,6 +33,7 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.own_values = p.latent.own_values;
   r.rope_dim = p.latent.rope_dim;
   r.has_lists = p.latent.queries > 0;
+  r.are_alike = call.are_alike;
   return r;
 }
 

@@ -14,14 +14,14 @@ from made_up_gpus import GPUS, cut, explain
 def test_heads_of_a_group_share_tiles_that_would_stay_empty():
     def packed(seqlen_q, heads, kv_heads, head_dim=128, **options):
         shape, kv = (1, seqlen_q, heads, head_dim), (1, 4096, kv_heads, head_dim)
-        return explain("H100", shape=shape, kv=kv, **options).packed_heads
+        return explain("H100", shape=shape, kv=kv, backend="sm90", **options).packed_heads
 
     assert packed(1, 32, 8) == 4
     assert packed(1, 64, 1) == 64
     assert packed(5, 16, 2) == 8
     assert packed(1, 8, 8) == 1  # no group
     assert packed(4096, 32, 8) == 1  # its tiles are full
-    rows = explain("H100", shape=(1, 1, 8, 128)).tile_m
+    rows = explain("H100", shape=(1, 1, 8, 128), backend="sm90").tile_m
     assert rows % 5 != 0  # rows of a group of five do not end with the tile
     assert packed(1, 5, 1) == 1
     assert packed(1, 2 * rows, 1) == 1
@@ -80,7 +80,7 @@ def test_a_ragged_batch_has_tiles_for_its_longest_sequence_and_the_mean_of_other
 def test_keys_are_split_where_tiles_do_not_fill_the_gpu():
     def splits(batch=1, seqlen_q=1, seqlen_kv=16384, heads=8, gpu="H100", **options):
         shape, kv = (batch, seqlen_q, heads, 128), (batch, seqlen_kv, heads, 128)
-        plan = explain(gpu, shape=shape, kv=kv, **options)
+        plan = explain(gpu, shape=shape, kv=kv, backend="sm90", **options)
         assert 1 <= plan.num_splits <= max(1, -(-seqlen_kv // plan.tile_n) // 2)
         if plan.num_splits > 1:  # out and lse of each part
             rows = plan.num_splits * batch * heads * seqlen_q

@@ -99,7 +99,7 @@ struct MlaSm90Tiles {
     int32_t key = first + threadIdx.x % 32 * piece;
     if (key >= task.end || key + piece <= task.low) return -1;
     if (p.pages.block_tables == nullptr) return task.b;
-    return p.pages.existing(*p.pages.entry(task.b, key / p.pages.block_size));
+    return p.pages.block(task.b, key / p.pages.block_size);
   }
 
   // Token by token: a lane finds keys `lane` and `lane` + 32 of the block of keys that begins with

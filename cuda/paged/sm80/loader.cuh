@@ -54,7 +54,7 @@ struct PagedSm80Loader {
     if (first >= task.end) first = key;
     uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
     uint32_t index = token / static_cast<uint32_t>(p.pages.block_size);
-    block = *p.pages.entry(task.b, index);
+    block = p.pages.id(task.b, index);
     within = token - index * p.pages.block_size + (one_block ? me.lane % 16 : 0);
   }
   static __device__ bool in_one_block(const PagedParams& p) { return p.pages.block_size % 16 == 0; }

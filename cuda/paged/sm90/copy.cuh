@@ -116,8 +116,8 @@ struct PagedSm90Tiles {
     const uint32_t begin = keys.begin, end = keys.end;
     if (keys.end - keys.begin > kPrefetchKeys) return;
     uint32_t token = begin + lane * maps.piece;
-    int32_t entry = 0;  // of one of the first 32 pieces
-    if (token < end) {
+    int32_t entry = guess.b;  // of one of the first 32 pieces
+    if (token < end && p.pages.block_tables != nullptr) {
       entry = device::peek(p.pages.entry(guess.b, token / p.pages.block_size));
     }
 #pragma unroll 1
@@ -176,7 +176,7 @@ struct PagedSm90Tiles {
         uint32_t token = to_load;
         to_load += 32 * maps.piece;
         if (!seen(token)) return 0;
-        return *p.pages.entry(task.b, static_cast<int32_t>(token / block_size));
+        return p.pages.id(task.b, static_cast<int32_t>(token / block_size));
       };
       int32_t entries = load_entries(), left = task.end - task.begin;
       uint32_t token = task.begin + my_piece * maps.piece;

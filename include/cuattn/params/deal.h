@@ -25,7 +25,8 @@ constexpr int32_t kPagedPartKeys = 128;
 //                    num_workers thread blocks takes the next `tiles_per_worker` of its row.
 // A split is one thread block's, or a cluster's.
 struct PagedWork {
-  const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped
+  const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped. Of rows
+                                // nullptr, too: all have `capacity`
   int32_t num_seqs, q_len;
   int32_t num_heads_kv, group;  // query heads of a kv head
   int32_t capacity;             // tokens that a row of block_tables can name
@@ -80,7 +81,7 @@ CUATTN_HOST_DEVICE int32_t context_of_length(const PagedWork& w, int32_t length)
   return length < 0 ? 0 : length < w.capacity ? length : w.capacity;
 }
 CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
-  return context_of_length(w, w.context_lens[b]);
+  return w.context_lens == nullptr ? w.capacity : context_of_length(w, w.context_lens[b]);
 }
 
 // The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile; the

@@ -38,11 +38,12 @@ struct PackedLatent {
 // Token t of sequence b lies in block block_tables[b][t / block_size], at place t % block_size.
 // Packed rows are blocks, too: each as long as a sequence may be, each a row behind the one before
 // it (strides.block == strides.token). Sequence b has one, that of its first row: block_tables is
-// cu_seqlens, with one column.
+// cu_seqlens, with one column. So are rows of sequences that lie apart: without block_tables sequence
+// b is block b.
 struct Pages {
   int64_t num_blocks;  // as many as an int32 can name
   int32_t block_size;
-  const int32_t* block_tables;  // [sequences, columns]; nullptr: keys are rows
+  const int32_t* block_tables;  // [sequences, columns], or nullptr
   int64_t block_tables_stride;
   int64_t packed_rows;  // of packed rows: how many there are; 0: blocks lie apart
 
@@ -55,8 +56,11 @@ struct Pages {
     int32_t last = static_cast<int32_t>(num_blocks - 1);
     return id < 0 ? 0 : id < last ? id : last;
   }
+  CUATTN_HOST_DEVICE int32_t id(int32_t b, int32_t column) const {
+    return block_tables == nullptr ? b : *entry(b, column);
+  }
   CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
-    return existing(*entry(b, column));
+    return existing(id(b, column));
   }
 };
 

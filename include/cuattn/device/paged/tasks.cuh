@@ -111,7 +111,8 @@ struct KeyGuess {
 
 __device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w, uint32_t index) {
   PagedItem item = paged_item(w, index);
-  PagedSpan span = paged_span_of_context(w, context_of_length(w, peek(w.context_lens + item.b)));
+  int32_t length = w.context_lens == nullptr ? w.capacity : peek(w.context_lens + item.b);
+  PagedSpan span = paged_span_of_context(w, context_of_length(w, length));
   PagedSplits splits = paged_splits(w, span);
   int64_t begin = max(splits.begin_of(item.split), int64_t{span.begin});
   int64_t end = splits.begin_of(item.split + 1);
