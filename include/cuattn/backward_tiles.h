@@ -129,6 +129,11 @@ constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
   return (mask == MaskKind::none || mask == MaskKind::causal) && form != ScoreForm::general &&
          d.qk == d.v && d.qk <= 128 && (form != ScoreForm::biased || d.qk == 128);
 }
+// Whether it stores a tile of dQ that has all its keys at once: 96 columns beside dropout leave no
+// registers.
+constexpr bool sm90_stores_dq(HeadDims d, ScoreForm form) {
+  return d.qk != 96 || form != ScoreForm::dropped;
+}
 constexpr Tile sm90_fused_tile(HeadDims d, ScoreForm form) {
   bool holds_more = form == ScoreForm::biased || (sm90_is_ordered(form) && d.qk != 96);
   return {d.qk <= 64 ? 128 : 64, 128, holds_more ? 2 : 3, 12};

@@ -130,6 +130,7 @@ constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True gives it one";
 constexpr const char* kFusedScoresMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
+constexpr const char* kOneBlockMerit = "Hopper: five products fused, all keys in one block";
 constexpr const char* kOrderedMerit =
     "Hopper: five products fused, dq summed in the order of the keys, by tickets";
 
@@ -156,15 +157,22 @@ bool takes_order(const BackwardParams& p, HeadDims d, SumOrder order, bool is_na
   return is_full && d.qk <= 64 && f.seqlen_q >= kLeastFreeRows && blocks >= kLeastFree;
 }
 
+// Whether all keys of a sequence are one block of the fused kernel, so that dq needs no sums.
+bool has_one_block(const AttentionParams& f, HeadDims d) {
+  const ScoreForm form = sm90_score_form(f);
+  return f.seqlen_kv > 0 && f.seqlen_kv <= sm90_fused_tile(d, form).n && sm90_stores_dq(d, form);
+}
+
 bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order, bool in_order) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  const ScoreForm form = sm90_score_form(f);
+  const bool is_short = has_one_block(f, d);
   // The longest sequence of a batch decides here: bits of the others must not depend on it.
   if (order == SumOrder::of_sequence) return false;
-  if (order == SumOrder::of_problem && !in_order) return false;
-  return sm90_has_fused(d, mask_of(f), form) && !p.needs(kNeedDslopes) && (p.need & kAll) == kAll &&
-         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  if (order == SumOrder::of_problem && !in_order && !is_short) return false;
+  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !p.needs(kNeedDslopes) &&
+         (p.need & kAll) == kAll &&
+         (is_short || (f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused));
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -204,7 +212,7 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
     return checked_bytes(function, {sizeof(float), two_pass_layout_of(p).total});
   }
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
-    int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
+    int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 1 ? plan.head_dim : 0);
     if (plan.in_order) floats += sm90_order_words_of_head(f);
     if (p.needs(kNeedDsinks)) floats += f.batch;
     if (p.needs(kNeedDslopes)) floats += f.total_q;
@@ -304,11 +312,14 @@ Plan select_backward(const char* function, const BackwardParams& p, SumOrder ord
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
-    const bool in_order = takes_order(p, d, order, !is_auto(backend));
+    const bool in_order = takes_order(p, d, order, !is_auto(backend)) && !has_one_block(f, d);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, order, in_order)) {
       plan.in_order = in_order;
       const bool is_plain = sm90_score_form(f) == ScoreForm::plain;
-      plan.reason = plan.in_order ? kOrderedMerit : is_plain ? kFusedMerit : kFusedScoresMerit;
+      plan.reason = has_one_block(f, d) ? kOneBlockMerit
+                    : plan.in_order     ? kOrderedMerit
+                    : is_plain          ? kFusedMerit
+                                        : kFusedScoresMerit;
       plan.tile = sm90_fused_tile(d, plan.in_order ? ScoreForm::ordered : sm90_score_form(f));
       plan.chunk_keys = plan.tile.n;
       plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;

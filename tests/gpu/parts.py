@@ -94,6 +94,7 @@ PARTS = {
             "test_backward.py",
             "test_two_pass_backward.py",
             "test_fused_backward.py",
+            "test_short_backward.py",
             "test_dropout.py",
         ),
         calls=("forward-portable",),

@@ -39,7 +39,7 @@ void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates&
   constexpr bool kServesAll = kForm != ScoreForm::plain && kForm != ScoreForm::general;
   constexpr MaskKind kFusedMask = kServesAll ? MaskKind::causal : kMask;
   constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
-  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
+  if (kHasFused && launch.schedule.num_chunks > 0) {  // a part of keys a CTA, whose dq are summed
     if constexpr (kHasFused && kForm == ScoreForm::plain) {
       if (launch.schedule.in_order)
         return launch_ordered_sm90<kType, kHeadDim>(launch, states, stream);
@@ -58,7 +58,7 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0) +
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 1 ? kHeadDim : 0) +
                          (launch.schedule.in_order ? sm90_order_words_of_head(f) : 0);
   float* sink_terms = states.lse + floats * f.num_heads_q;
   float* sums =  // of dbias its parts, of dslopes the terms

@@ -11,7 +11,8 @@
 //
 // The sums lie in the order of the accumulators, [tile][group][block of 8 columns][thread][4], so
 // that a warp adds and reads 512 bytes at a time: adds of 4 floats from registers, which was faster
-// than staging them for a bulk add.
+// than staging them for a bulk add. Where no sequence has more than 128 keys, a tile of dQ has one part:
+// it leaves for dq at once, and there are no sums (nullptr) and no third kernel.
 #pragma once
 
 #include "cuda/backward/sm90/key_tiles.cuh"
@@ -34,6 +35,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
   static constexpr int kColumnsOfSecond = kSharesRows ? 64 : kHeadDim - 64;
   static_assert(kTile.m == (kSharesRows ? 128 : 64) && kColumnsOfSecond % 16 == 0);
   static constexpr uint32_t kMeetBarrier = 1;
+  static constexpr bool kStoresDq = sm90_stores_dq({kHeadDim, kHeadDim}, kForm);
   static constexpr bool kHelps = Base::kDrops || Base::kOrders;  // a warp beside the producer
 
   // dx^T as the accumulators hold it, keys x queries, to panels of 64 queries.
@@ -72,6 +74,26 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
                    "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                    : "memory");
+    }
+  }
+
+  // A tile of dQ that has all its keys.
+  template <int kColumns>
+  static __device__ __forceinline__ void store_dq(const BackwardParams& p, const Work& work,
+                                                  int32_t head, int32_t tile, int group,
+                                                  const float (&dq)[kColumns / 2]) {
+    const AttentionParams& f = p.forward;
+    const Strides& s = p.dq_strides;
+    const int32_t thread = threadIdx.x % 128;
+    const int32_t first = tile * kTile.m + (kSharesRows ? group * 64 : 0) + thread / 32 * 16;
+    const int64_t base = work.batch * s.batch + head * s.head + work.queries.start * s.seq;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first + thread % 32 / 4 + 8 * half;
+      store_row<kType, kColumns>(dq, half, f.scores.scale * Base::factor_of(f),
+                                 static_cast<char*>(p.dq) + 2 * (base + row * s.seq),
+                                 kSharesRows ? 0 : group * 64, f.head_dim, row < work.queries.used,
+                                 row < work.queries.stored);
     }
   }
 
@@ -247,6 +269,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         if constexpr (Base::kOrders) {
           release(shared.crossing_empty());
           hand_over_part(shared, parts, group, dq);
+        } else if (kStoresDq && sums == nullptr) {
+          store_dq<kColumns>(p, work, head, tile, group, dq);
         } else {
           add_dq(to, dq);
         }
@@ -346,6 +370,20 @@ __device__ __forceinline__ bool has_parts(const AttentionParams& f, const RowsOf
   return seen.begin < seen.end;
 }
 
+// Zeros for rows [begin, end) of dq.
+__device__ __forceinline__ void clear_dq_rows(const BackwardParams& p, const RowsOfHead& rows,
+                                              int32_t begin, int32_t end) {
+  constexpr int kChunks = 16;  // of 8 columns, of a row at most
+  const Strides& s = p.dq_strides;
+  const int32_t chunk = threadIdx.x % kChunks;
+  if (chunk * 8 >= p.forward.head_dim) return;
+  uint16_t* dq = static_cast<uint16_t*>(p.dq) + rows.batch * s.batch + rows.head * s.head +
+                 rows.queries.start * s.seq + chunk * 8;
+#pragma unroll 1
+  for (int32_t row = begin + threadIdx.x / kChunks; row < end; row += kRowThreads / kChunks)
+    *reinterpret_cast<uint4*>(dq + row * s.seq) = uint4{};
+}
+
 template <DType kType, int kHeadDim>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_sm90_kernel(const __grid_constant__ BackwardParams params,
@@ -366,12 +404,17 @@ __global__ void __launch_bounds__(kRowThreads)
     const int32_t row = block.row0 + 64 * half + static_cast<int32_t>(threadIdx.x) / 4;
     make_row_state<kType>(params, states, block.rows, row);
   }
-  // With an order the first part of a tile is stored: only what has no part needs zeros.
+  // With an order, or a single part, the first part of a tile is stored: only what has none needs zeros.
   const AttentionParams& f = params.forward;
   constexpr int kRows = FusedPass<kType, kHeadDim, MaskKind::none, ScoreForm::plain>::kTile.m;
 #pragma unroll 1
   for (int32_t row0 = block.row0; row0 < block.row0 + kRowPad; row0 += kRows) {
-    if (counters != nullptr && has_parts<kRows>(f, block.rows, row0)) continue;
+    const bool has_first = counters != nullptr || sums == nullptr;
+    if (has_first && has_parts<kRows>(f, block.rows, row0)) continue;
+    if (sums == nullptr) {
+      clear_dq_rows(params, block.rows, row0, min(row0 + kRows, block.rows.queries.stored));
+      continue;
+    }
     float4* to = reinterpret_cast<float4*>(sums + (place + row0 - block.row0) * kHeadDim);
     for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
   }
@@ -429,7 +472,8 @@ void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& 
   using Pass = backward::FusedPass<kType, kHeadDim, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
-  float* sums = states.delta + states.pitch * f.num_heads_q;
+  const bool sums_dq = launch.schedule.num_chunks > 1;
+  float* sums = sums_dq ? states.delta + states.pitch * f.num_heads_q : nullptr;
   int32_t* counters = Pass::kOrders ? backward::counters_of<Pass>(f, states, sums) : nullptr;
   const int32_t row_blocks = device::ceil_div(f.seqlen_q, kRowPad);
   const unsigned rows = grid_blocks(int64_t{f.batch} * f.num_heads_q * row_blocks, "sm90");
@@ -446,7 +490,7 @@ void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& 
     launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
                        sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
   }
-  if (rows > 0) {
+  if (rows > 0 && sums_dq) {
     launch_overlapping(backward::finish_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,
                        0, 9, stream, p, states, sums, row_blocks);
   }
