@@ -77,11 +77,13 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     }
   }
 
-  // A tile of dQ that has all its keys.
+  // `to`: the sums; nullptr: the tile of dQ has all its keys.
   template <int kColumns>
-  static __device__ __forceinline__ void store_dq(const BackwardParams& p, const Work& work,
-                                                  int32_t head, int32_t tile, int group,
-                                                  const float (&dq)[kColumns / 2]) {
+  static __device__ __forceinline__ void store_or_add_dq(const BackwardParams& p, const Work& work,
+                                                         int32_t head, int32_t tile, int group,
+                                                         float* to,
+                                                         const float (&dq)[kColumns / 2]) {
+    if (!kStoresDq || to != nullptr) return add_dq(to, dq);
     const AttentionParams& f = p.forward;
     const Strides& s = p.dq_strides;
     const int32_t thread = threadIdx.x % 128;
@@ -269,10 +271,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         if constexpr (Base::kOrders) {
           release(shared.crossing_empty());
           hand_over_part(shared, parts, group, dq);
-        } else if (kStoresDq && sums == nullptr) {
-          store_dq<kColumns>(p, work, head, tile, group, dq);
         } else {
-          add_dq(to, dq);
+          store_or_add_dq<kColumns>(p, work, head, tile, group, sums == nullptr ? nullptr : to, dq);
         }
         wgmma_wait<0>();
         pin(dk);
