@@ -161,12 +161,14 @@ constexpr int32_t sm90_float8_smem_bytes(HeadDims d, ScoreKind score) {
 
 // A second tile, which src/attention/sm90_tile.cpp chooses by the lengths of a call: m == 0 is none.
 //   128, causal: longer tiles pay where keys come in blocks, by many boxes.
-//   64: small ones, where large ones would stay empty or mostly masked. 3 * 8 + 2 * 16 = 56 KB
+//   64: small ones, where large ones would stay empty or mostly masked. 3 * 8 + 2 * 16 = 56 KB, and
+//       with a tile of a bias 64 KB
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
-  if (score != ScoreKind::identity) return {};
-  if (d.qk == 128 && mask == MaskKind::causal)
+  const bool plain = score == ScoreKind::identity;
+  if (d.qk == 128 && mask == MaskKind::causal && plain)
     return {128, 160, 2, 12};  // 2 * 32 + 2 * 80 = 224 KB
-  if (d.qk == 64 && mask != MaskKind::rows) return {64, 64, 2, 8};
+  if (d.qk == 64 && mask != MaskKind::rows && (plain || score == ScoreKind::scored))
+    return {64, 64, 2, 8};
   return {};
 }
 

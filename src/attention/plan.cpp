@@ -180,7 +180,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   plan.tile = float8          ? sm90_float8_tile(d, score)
               : r.has_functor ? sm90_functor_tile(d)
                               : sm90_tile(d, mask, score);
-  Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);
+  Tile other = float8 || r.has_functor ? Tile{} : sm90_other_tile(d, mask, score);
   // Not with dropout, which the warps draw that would load them.
   auto in_blocks = [&](Tile tile) {
     return r.paged && !r.has_float8_pages && (!r.has_functor || r.functor.reads_blocks) &&
