@@ -53,6 +53,14 @@ def assert_in_large_tiles(case, rng):
 
 
 TILES = {
+    "bias": dict(batch=5, seqlen_q=64, seqlen_kv=64, bias="full", num_heads_kv=4),
+    "odd_bias": dict(batch=7, seqlen_q=49, seqlen_kv=49, bias="heads", head_dim=32),
+    "softcap": dict(batch=3, seqlen_q=60, seqlen_kv=60, softcap=5.0, sinks=True),
+    "alibi": dict(batch=3, seqlen_q=64, seqlen_kv=64, alibi="batch", causal=True),
+    "scored_ragged": dict(
+        **dict(batch=30, seqlen_q=70, seqlen_kv=70, layout="ragged"),
+        **dict(softcap=5.0, alibi="head", window=(40, 0), num_heads_q=6, num_heads_kv=6),
+    ),
     "one": dict(seqlen_q=64, seqlen_kv=64),
     "odd": dict(batch=5, seqlen_q=197, seqlen_kv=197, num_heads_q=6),
     "causal": dict(batch=3, seqlen_q=333, seqlen_kv=400, causal=True),
@@ -73,7 +81,7 @@ TILES = {
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_tiles_and_large_ones_are_right(dtype, name, rng):
     case = Case(dtype, **TILES[name])
-    assert plan_of(case).tile_m == 64 < plan_of(case, batch_invariant=True).tile_m
+    assert plan_of(case, backend="sm90").tile_m == 64 < plan_of(case, batch_invariant=True).tile_m
     assert_case(CUDA, "sm90", case, rng)
     assert_in_large_tiles(case, rng)
 
@@ -148,7 +156,7 @@ PACKED = {
 def test_heads_of_a_group_in_one_tile(dtype, name, rng):
     case = Case(dtype, **PACKED[name])
     large = name in ("three", "empty_rows")  # small tiles are no multiple of them, or full
-    plan = plan_of(case, batch_invariant=large)
+    plan = plan_of(case, batch_invariant=large, backend="sm90")
     assert plan.packed_heads == case.num_heads_q // case.num_heads_kv
     (assert_in_large_tiles if large else partial(assert_case, CUDA, "sm90"))(case, rng)
     if case.layout == "bshd":
@@ -273,7 +281,7 @@ def test_batch_invariant_rows_are_the_same_alone_in_a_batch_and_packed_or_not(he
         results.append((out[0], lse[0]))
     # Beside a sequence whose queries fill tiles by themselves, heads do not share one.
     long = 512
-    assert plan_of(case).packed_heads == heads // heads_kv
+    assert plan_of(case, backend="sm90").packed_heads == heads // heads_kv
     assert plan_of(dataclasses.replace(case, seqlen_q=long)).packed_heads == 1
     mate = make_problem(dataclasses.replace(case, batch=1, seqlen_q=long, seqlen_kv=90), rng)
     joined = {n: np.concatenate([mate.arrays[n][0], arrays[n][0]]) for n in "qkv"}
