@@ -151,10 +151,30 @@ bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_
          ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
 }
 
+// Splits of `units` alike, of `tiles` each, which take least by what an H200 was measured to take, in
+// microseconds: a block at least its tiles one after another, all of them what memory needs, and more
+// where some multiprocessors have a block more than others; splits besides their second kernel.
+int32_t alike_splits(const Plan& plan, int64_t units, int32_t tiles) {
+  constexpr double kBytes = 32e3, kUneven = 0.3, kMerge = 3.5, kPart = 0.25;  // kBytes: a worker's
+  const double tile = plan.head_dim <= 64 ? 0.33 : plan.head_dim <= 128 ? 0.41 : 0.8;
+  const double bytes = 4.0 * plan.tile.n * plan.head_dim;  // K and V of 16 bits
+  const double read = units * tiles * bytes / (kBytes * plan.num_workers);
+  int32_t best = 1;
+  double least = 0;
+  for (int32_t splits = 1; splits <= std::min(tiles, kMaxSplits); ++splits) {
+    double rounds = 1.0 * units * splits / plan.num_workers;
+    double uneven = rounds > 1 ? kUneven * (std::ceil(rounds) / rounds - 1) : 0;
+    double cost = std::max(read * (1 + uneven), ceil_div(tiles, splits) * tile);
+    if (splits > 1) cost += kMerge + kPart * splits;
+    if (splits == 1 || cost < least) best = splits, least = cost;
+  }
+  return best;
+}
+
 // Few units: their keys are cut evenly, without a deal. One sequence always; several where they are
 // known to be alike, or the splits of a unit make a cluster and none is long, however unequal the
-// contexts are. A cluster
-// spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
+// contexts are. A cluster spares a second kernel, 1 to 2 microseconds: as long as a block takes for
+// two tiles more.
 void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
   constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
   int64_t units = int64_t{std::max(r.num_seqs, 1)} * std::max(head_groups, 1);
@@ -167,10 +187,9 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
   bool is_short = most - ceil_div(tiles, splits) <= 2 &&
                   (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
   plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
-  // Equal splits need no deal where their blocks fill the last round, too.
-  const double rounds = 1.0 * units * splits / plan.num_workers;
-  const bool fills = r.are_alike && rounds >= 0.9 * std::ceil(rounds);
-  plan.num_splits = plan.cluster > 1 ? 1 : r.num_seqs <= 1 || fills ? splits : 0;
+  plan.num_splits = r.num_seqs <= 1 ? splits : 0;
+  if (r.are_alike && r.num_seqs > 1) plan.num_splits = alike_splits(plan, units, tiles);
+  if (plan.cluster > 1) plan.num_splits = 1;
 }
 
 // The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
@@ -227,9 +246,12 @@ int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
   double head_groups = 1.0 * r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
   double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a deal: the workers
   bool alone = blocks <= plan.num_workers;
-  // Splits of a fixed length, V2's too, are short. The registers of parts with more than 8 rows
-  // leave no room for a third block.
+  // Splits of a fixed length, V2's too, are short, and those of alike sequences where a third block of
+  // a multiprocessor finds work. The registers of parts with more than 8 rows leave no room for it.
+  constexpr int32_t kShort = 1024;  // keys
   bool is_short = plan.split_keys > 0 && !alone && !(plan.in_parts && plan.tile.m > 8);
+  is_short = is_short || (r.are_alike && blocks > 2.0 * plan.num_workers &&
+                          r.capacity <= double{kShort} * plan.num_splits);
   return plan.cluster > 1 || is_short ? paged_sm90_short_stages(plan.head_dim, plan.tile)
                                       : paged_sm90_stages(plan.head_dim, plan.tile, alone);
 }

@@ -24,12 +24,16 @@ def is_step(gpu, queries=1, keys=8192, batch=4, heads=(32, 8), dim=128, **option
 
 def test_where_it_pays_on_hopper():
     assert is_step("H100")
-    assert is_step("H100", queries=16, causal=True)  # 64 rows of a group
-    assert is_step("H100", heads=(32, 32), queries=64)
+    assert is_step("H100", queries=4, causal=True)  # 16 rows of a group
+    assert is_step("H100", heads=(32, 32), queries=16)
+    assert is_step("H100", heads=(12, 12), dim=64, batch=44)
+    assert not is_step("H100", heads=(12, 12), dim=64, batch=45)  # rounds of blocks
     assert is_step("H100", keys=256, batch=300, dim=256, dtype="bfloat16")
     scores = dict(softcap=30.0, alibi_slopes=(32,), sinks=(32,), window=(5000, 0))
-    assert is_step("H100", **scores, seqused_k=(4,))
-    assert not is_step("H100", queries=17)
+    assert is_step("H100", **scores)
+    assert is_step("H100", keys=2048, seqused_k=(4,))  # one cluster for each head
+    assert not is_step("H100", seqused_k=(4,))  # a deal costs two launches
+    assert not is_step("H100", queries=5)
     assert not is_step("H100", keys=255)
     assert not is_step("H100", window=(200, 0))
     for option in (
@@ -54,37 +58,53 @@ def test_where_it_pays_elsewhere():
     assert is_step("A100", batch=16, dtype="float32") == is_step("L4", batch=16, dtype="float32")
 
 
-def test_equal_splits_need_no_deal():
-    def plan(batch, keys, heads=(32, 8), **options):
-        shape, kv = (batch, 1, heads[0], 128), (batch, keys, heads[1], 128)
+def test_alike_splits_need_no_deal():
+    def plan(batch, keys, heads=(32, 8), dim=128, **options):
+        shape, kv = (batch, 1, heads[0], dim), (batch, keys, heads[1], dim)
         return made_up_gpus.explain("H200", shape=shape, kv=kv, **options)
 
     assert plan(16, 8192).num_splits == 1  # 128 blocks of 132
     assert plan(16, 8192).workspace_bytes == 0
-    assert plan(8, 8192).num_splits == 2
-    assert plan(8, 8192).workspace_bytes == 4 * 2 * 8 * 32 * (128 + 1)
-    assert plan(20, 8192).num_splits == 0  # 160 blocks: the last 28 would be alone
-    assert plan(8, 8192, seqused_k=(8,)).num_splits == 0  # who knows
+    assert plan(8, 8192).num_splits == 1  # 64 blocks take all that memory gives
+    assert plan(4, 8192).num_splits == 2  # 32 do not
+    assert plan(4, 8192).workspace_bytes == 4 * 2 * 4 * 32 * (128 + 1)
+    assert plan(20, 8192).num_splits == 4  # 160 blocks: the last 28 would be alone, of 640 few are
+    assert plan(6, 1024, (16, 8), 256).num_splits == 1
     assert plan(1, 1024, (32, 32)).cluster == 4
+    shape, kv = (8, 1, 32, 128), (8, 8192, 8, 128)
+    assert made_up_gpus.explain("H200", shape=shape, kv=kv, seqused_k=(8,)).num_splits > 0
 
 
 DENSE = {
     "decode": dict(seqlen_q=1, seqlen_kv=1111),
-    "causal": dict(seqlen_q=7, seqlen_kv=700, causal=True),
+    "causal": dict(seqlen_q=4, seqlen_kv=700, causal=True),
     "window": dict(seqlen_q=3, seqlen_kv=900, window=(600, 0)),
-    "two_sided": dict(seqlen_q=5, seqlen_kv=900, window=(600, 2)),
+    "two_sided": dict(seqlen_q=4, seqlen_kv=900, window=(600, 2)),
     "softcap": dict(seqlen_q=2, seqlen_kv=400, softcap=5.0, sinks=True),
     "alibi": dict(seqlen_q=4, seqlen_kv=430, alibi="batch", causal=True),
     "lengths": dict(batch=5, seqlen_q=2, seqlen_kv=600, seqused="k", causal=True),
     "long": dict(batch=1, seqlen_q=1, seqlen_kv=9000),
+    "splits": dict(batch=5, seqlen_q=3, seqlen_kv=5000, causal=True),
+    "dealt": dict(batch=16, num_heads_kv=8, seqlen_q=1, seqlen_kv=4000, seqused="k"),
     "long_lengths": dict(batch=3, seqlen_q=1, seqlen_kv=9000, seqused="k"),
     "many": dict(batch=40, seqlen_q=1, seqlen_kv=300),
-    "one_head": dict(num_heads_q=1, num_heads_kv=1, seqlen_q=33, seqlen_kv=513),
-    "mqa": dict(num_heads_q=32, num_heads_kv=1, seqlen_q=2, seqlen_kv=513, causal=True),
+    "rounds": dict(batch=67, num_heads_kv=4, seqlen_q=1, seqlen_kv=300),
+    "one_head": dict(num_heads_q=1, num_heads_kv=1, seqlen_q=16, seqlen_kv=513),
+    "mqa": dict(num_heads_q=5, num_heads_kv=1, seqlen_q=3, seqlen_kv=513, causal=True),
     "heads_first": dict(seqlen_q=3, seqlen_kv=333, layout="bhsd", causal=True),
     "strided": dict(seqlen_q=3, seqlen_kv=333, storage="packed"),
     "scale": dict(seqlen_q=3, seqlen_kv=333, scale=0.3, give_out=False),
 }
+DEALT = {"dealt", "long_lengths"}  # lengths that the host does not know, and too many for clusters
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_cases_go_by_the_step(name):
+    case = Case(**{"num_heads_q": 8, "head_dim": 128, **DENSE[name]})
+    options = {"seqused_k": (case.batch,)} if case.seqused == "k" else {}
+    heads = case.num_heads_q, case.num_heads_kv
+    shape = case.seqlen_q, case.seqlen_kv, case.batch, heads, case.head_dim
+    assert is_step("H200", *shape, **options) == (name not in DEALT)
 
 
 @pytest.mark.parametrize("name", DENSE)
