@@ -153,19 +153,23 @@ bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_
 
 // Splits of `units` alike, of `tiles` each, which take least by what an H200 was measured to take, in
 // microseconds: a block at least its tiles one after another, all of them what memory needs, and more
-// where some multiprocessors have a block more than others; splits besides their second kernel.
-int32_t alike_splits(const Plan& plan, int64_t units, int32_t tiles) {
+// where some multiprocessors have a block more than others; splits besides their second kernel and
+// what it reads.
+int32_t alike_splits(const Plan& plan, const PagedRequest& r, int64_t units, int32_t tiles) {
   constexpr double kBytes = 32e3, kUneven = 0.3, kMerge = 3.5, kPart = 0.25;  // kBytes: a worker's
+  constexpr double kMostRounds = 5;
   const double tile = plan.head_dim <= 64 ? 0.33 : plan.head_dim <= 128 ? 0.41 : 0.8;
-  const double bytes = 4.0 * plan.tile.n * plan.head_dim;  // K and V of 16 bits
-  const double read = units * tiles * bytes / (kBytes * plan.num_workers);
+  const double speed = kBytes * plan.num_workers;
+  const double read = 4.0 * units * tiles * plan.tile.n * plan.head_dim / speed;  // 16 bits
+  const double part = 8.0 * units * rows_of(r) * (plan.head_dim + 1) / speed;  // float, both ways
   int32_t best = 1;
   double least = 0;
   for (int32_t splits = 1; splits <= std::min(tiles, kMaxSplits); ++splits) {
     double rounds = 1.0 * units * splits / plan.num_workers;
+    if (splits > 1 && rounds > kMostRounds) break;
     double uneven = rounds > 1 ? kUneven * (std::ceil(rounds) / rounds - 1) : 0;
     double cost = std::max(read * (1 + uneven), ceil_div(tiles, splits) * tile);
-    if (splits > 1) cost += kMerge + kPart * splits;
+    if (splits > 1) cost += kMerge + (kPart + part) * splits;
     if (splits == 1 || cost < least) best = splits, least = cost;
   }
   return best;
@@ -188,7 +192,9 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
                   (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
   plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
   plan.num_splits = r.num_seqs <= 1 ? splits : 0;
-  if (r.are_alike && r.num_seqs > 1) plan.num_splits = alike_splits(plan, units, tiles);
+  if (r.are_alike && r.num_seqs > 1 && plan.kernel == Kernel::sm90) {
+    plan.num_splits = alike_splits(plan, r, units, tiles);
+  }
   if (plan.cluster > 1) plan.num_splits = 1;
 }
 

@@ -139,8 +139,9 @@ CUDA_TEST(sm90_page_maps_bring_the_blocks_that_a_table_names) {
 // ---- K and V in blocks: decode
 
 // A tile of 64 keys, box by box, as the copy warp of cuda/paged/sm90/decode.cuh asks for them.
+// Without a table a block is a sequence of `capacity` tokens.
 void check_decode(const std::vector<int32_t>& lengths, int32_t block_size, int32_t columns,
-                  int panels, bool hnd) {
+                  int panels, bool hnd, bool has_table) {
   constexpr int kRows = 64;
   constexpr int32_t kHeads = 3;
   const std::string name = "decode, blocks of " + std::to_string(block_size) + ", " +
@@ -152,6 +153,8 @@ void check_decode(const std::vector<int32_t>& lengths, int32_t block_size, int32
   p.head_dim = columns;
   p.pages.block_size = block_size;
   p.pages.num_blocks = paged.blocks;
+  p.pages.block_tables = has_table ? lengths.data() : nullptr;  // the boxes name the blocks
+  p.work.capacity = has_table ? 0 : block_size;
   p.work.num_heads_kv = kHeads;
   const Strides& strides = paged.layout.strides;
   CacheStrides cache_strides = {strides.batch, strides.head, strides.seq};
@@ -185,13 +188,14 @@ void check_decode(const std::vector<int32_t>& lengths, int32_t block_size, int32
 
 CUDA_TEST(sm90_decode_maps_bring_pieces_of_blocks) {
   require_hopper();
-  for (bool hnd : {false, true}) {
-    check_decode({130, 1, 64}, 8, 64, 1, hnd);
-    check_decode({130, 65}, 16, 128, 2, hnd);
-    check_decode({200, 24}, 24, 72, 2, hnd);
-    check_decode({100, 333}, 128, 256, 4, hnd);
-    check_decode({90, 41}, 40, 8, 1, hnd);
-  }
+  for (bool hnd : {false, true})
+    for (bool has_table : {true, false}) {
+      check_decode({130, 1, 64}, 8, 64, 1, hnd, has_table);
+      check_decode({130, 65}, 16, 128, 2, hnd, has_table);
+      check_decode({200, 24}, 24, 72, 2, hnd, has_table);
+      check_decode({100, 333}, 128, 256, 4, hnd, has_table);
+      check_decode({90, 41}, 40, 8, 1, hnd, has_table);
+    }
 }
 
 // ---- who has which keys
