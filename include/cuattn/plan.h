@@ -79,7 +79,8 @@ struct PagedRequest {
   int32_t rope_dim;  // of it
   bool has_pages;    // of it: keys are not rows
   bool has_lists;    // of it: each query has a list of tokens
-  bool are_alike;    // all sequences have `capacity` tokens
+  bool are_rows;     // of a dense batch: a sequence has room for `capacity` tokens
+  bool are_alike;    // all sequences have so many
 };
 
 // Each names a rung of every op that has one.

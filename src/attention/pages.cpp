@@ -115,7 +115,8 @@ PagedCall step_of(const AttentionCall& call, void* workspace) {
   PagedCall step{};
   step.function = call.function();
   step.device = call.device;
-  step.are_alike = !call.ragged && !call.uses_seqused;
+  step.are_rows = !call.ragged;
+  step.are_alike = step.are_rows && !call.uses_seqused;
   PagedParams& to = step.params;
   PagedWork& w = to.work;
   w.num_seqs = p.batch;

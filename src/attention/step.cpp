@@ -135,9 +135,9 @@ bool rows_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
   if (has_small_tiles(plan)) alone *= 2;
   double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
   bool saved = saves(step, whole - keys * costs.read * passes);
-  // Sequences alike cost it no more launches: by measurement it gains with up to 16 rows, at head_dim
+  // Dense rows cost it no more launches: by measurement it gains with up to 16 rows, at head_dim
   // 64 with a few rounds of blocks.
-  if (call.ragged || step.kernel != Kernel::sm90 || step.num_splits == 0) return saved;
+  if (call.ragged || step.kernel != Kernel::sm90) return saved;
   bool are_few = p.head_dim > 64 || p.batch * p.num_heads_kv <= 4 * device.num_sms;
   return passes == 1 && step.tile.m <= kFewRows && longest >= kFewKeys && are_few;
 }

@@ -24,7 +24,8 @@ struct PagedCall {
   bool has_codes;  // q is e4m3: codes that become numbers of params.dtype in the workspace first
   Float8Scale q_scale;  // of these
   bool has_equal_lens;  // of mla_decode: no lens were given, all are those of the keys there are
-  bool are_alike;       // sequences, by what the host knows: rows of attention without seqused
+  bool are_rows;        // of a dense batch
+  bool are_alike;       // sequences, by what the host knows: such rows without seqused
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
 // part of the ABI: keep what is large behind a pointer then.

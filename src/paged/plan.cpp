@@ -176,9 +176,9 @@ int32_t alike_splits(const Plan& plan, const PagedRequest& r, int64_t units, int
 }
 
 // Few units: their keys are cut evenly, without a deal. One sequence always; several where they are
-// known to be alike, or the splits of a unit make a cluster and none is long, however unequal the
-// contexts are. A cluster spares a second kernel, 1 to 2 microseconds: as long as a block takes for
-// two tiles more.
+// rows of a batch, or the splits of a unit make a cluster and none is long, however unequal the contexts
+// are. A cluster spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles
+// more.
 void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
   constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
   int64_t units = int64_t{std::max(r.num_seqs, 1)} * std::max(head_groups, 1);
@@ -192,8 +192,10 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
                   (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
   plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
   plan.num_splits = r.num_seqs <= 1 ? splits : 0;
-  if (r.are_alike && r.num_seqs > 1 && plan.kernel == Kernel::sm90) {
+  if (r.are_rows && r.num_seqs > 1 && plan.kernel == Kernel::sm90) {
     plan.num_splits = alike_splits(plan, r, units, tiles);
+    // A long sequence may be alone.
+    if (!r.are_alike) plan.num_splits = std::max(plan.num_splits, splits);
   }
   if (plan.cluster > 1) plan.num_splits = 1;
 }
@@ -252,11 +254,11 @@ int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
   double head_groups = 1.0 * r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
   double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a deal: the workers
   bool alone = blocks <= plan.num_workers;
-  // Splits of a fixed length, V2's too, are short, and those of alike sequences where a third block of
+  // Splits of a fixed length, V2's too, are short, and those of rows where a third block of
   // a multiprocessor finds work. The registers of parts with more than 8 rows leave no room for it.
   constexpr int32_t kShort = 1024;  // keys
   bool is_short = plan.split_keys > 0 && !alone && !(plan.in_parts && plan.tile.m > 8);
-  is_short = is_short || (r.are_alike && blocks > 2.0 * plan.num_workers &&
+  is_short = is_short || (r.are_rows && blocks > 2.0 * plan.num_workers &&
                           r.capacity <= double{kShort} * plan.num_splits);
   return plan.cluster > 1 || is_short ? paged_sm90_short_stages(plan.head_dim, plan.tile)
                                       : paged_sm90_stages(plan.head_dim, plan.tile, alone);

@@ -33,8 +33,9 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.own_values = p.latent.own_values;
   r.rope_dim = p.latent.rope_dim;
   r.has_lists = p.latent.queries > 0;
+  r.are_rows = call.are_rows;
   r.are_alike = call.are_alike;
-  if (r.are_alike) {  // what lies outside a window is no work
+  if (r.are_rows) {  // what lies outside a window is no work
     int32_t first = p.work.mask.visible(0, r.q_len, r.capacity).begin;
     r.capacity = std::max(p.work.mask.visible(r.q_len - 1, r.q_len, r.capacity).end - first, 0);
   }
