@@ -85,6 +85,22 @@ if(newest)
 endif()
 list(REMOVE_DUPLICATES real)
 list(REMOVE_DUPLICATES virtual)
+# Later devices run the newest PTX. Kernels of 9.0 wait for one another and form clusters, those of
+# older PTX do not, and a launch knows only that there are both (kKernelsWait).
+set(newest_real 0)
+set(newest_virtual 0)
+foreach(kind IN ITEMS real virtual)
+  foreach(arch IN LISTS ${kind})
+    if(arch GREATER newest_${kind})
+      set(newest_${kind} ${arch})
+    endif()
+  endforeach()
+endforeach()
+if(virtual AND newest_virtual LESS 90 AND newest_real GREATER_EQUAL 90)
+  message(FATAL_ERROR "CUATTN_CUDA_ARCHS='${CUATTN_CUDA_ARCHS}' has machine code of ${newest_real}, "
+                      "but no PTX newer than ${newest_virtual} for later devices; add 90-virtual, or "
+                      "list no PTX (80-real;90-real)")
+endif()
 list(TRANSFORM real APPEND "-real" OUTPUT_VARIABLE CUATTN_ARCHS_each)
 list(TRANSFORM virtual APPEND "-virtual" OUTPUT_VARIABLE virtual_archs)
 list(APPEND CUATTN_ARCHS_each ${virtual_archs})

@@ -192,6 +192,9 @@ __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, con
   Sm90Cursor cursor;
   int32_t item = blockIdx.x;
   uint32_t parity = 0;
+  // Without items no CTA draws: the kernel must not end before the counter is cleared all the same. (A
+  // wait behind the last item instead costs the kernels of e4m3 a register too many.)
+  if (s.counter != nullptr && blockIdx.x == 0) device::wait_for_previous_kernel();
   while (true) {
     device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
     Sm90Work::Kind kind =

@@ -487,8 +487,9 @@ void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& 
     auto* kernel = backward::fused_sm90_kernel<Pass>;
     static uint64_t allowed = 0;
     allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
-    launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                       sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
+    launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, rows > 0 ? 9 : 0,
+                       stream, p, states, sums, schedule,
+                       backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
   }
   if (rows > 0 && sums_dq) {
     launch_overlapping(backward::finish_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,

@@ -172,8 +172,9 @@ void launch_keys_sm90(const BackwardLaunch& launch, const backward::RowStates& s
   auto* kernel = keys_sm90_kernel<Pass>;
   static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
-  launch_overlapping(kernel, blocks, kThreads, Pass::kSmemBytes, 9, stream, p, states, schedule,
-                     make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
+  // Without rows no kernel of this call waited for what is before it: then this one does not overlap it.
+  launch_overlapping(kernel, blocks, kThreads, Pass::kSmemBytes, f.seqlen_q > 0 ? 9 : 0, stream, p,
+                     states, schedule, make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
 }
 
 }  // namespace cuattn
