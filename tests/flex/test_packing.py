@@ -28,7 +28,7 @@ def test_heads_share_a_tile_that_they_fill_better(layout):
     assert [of(1, 8, n) for n in (8, 4, 2, 1)] == [1, 2, 4, 8]
     assert [of(n, 8, 2) for n in (32, 64, 100, 128, 129, 200, 900)] == [4, 4, 1, 1, 4, 4, 1]
     assert of(1, 6, 2) == 1  # 3 does not divide 128
-    assert [of(1, n, 1) for n in (128, 256)] == [128, 1]
+    assert [of(1, n, 1) for n in (64, 128, 256)] == [64, 1, 1]  # no functor has more than 64
     assert [of(*n) for n in ((0, 8, 2), (1, 8, 3), (1, 8, 0))] == [1, 1, 1]
 
 
@@ -69,6 +69,8 @@ def test_the_plan_of_packed_rows_is_that_of_their_groups():
     array = {n: np.zeros((2, 3, h, 64), np.float32) for n, h in zip("qkv", (8, 2, 2), strict=True)}
     assert as_packed(array, 4, "float16")["q"] == ("float32", 2, 12, 2, 64)
     assert as_packed(rows, 1, "float16") is rows
+    rows["max_seqlen_q"] = np.int64(10)
+    assert packed_heads({**rows, "k": (900, 2, 64)}, {}) == 4
 
 
 def test_explain_names_what_shares_a_tile():
@@ -87,6 +89,26 @@ def test_explain_names_what_shares_a_tile():
     shapes = (2, 1, 8, 128), *[(2, 9000, 2, 128)] * 2
     plan = cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=by_head)
     assert plan.packed_heads == (1 if "blocks" in plan.reason else 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "heads", "keys", "window"),
+    [
+        (3, 29, (16, 1), 18062, (3927, -1)),
+        (1, 40, (4, 1), 21973, (6001, -1)),
+        (1, 64, (64, 2), 32768, (200, -1)),
+        (2, 20, (8, 2), 9000, (5000, 30)),
+        (2, 9, (32, 2), 30000, (20000, 0)),
+    ],
+)
+def test_explain_counts_the_keys_of_a_window_once(batch, queries, heads, keys, window):
+    """As the plan of the call: the rows of a tile are few queries of all heads of a group."""
+    shapes = (batch, queries, heads[0], 128), *[(batch, keys, heads[1], 128)] * 2
+    call = {"device": "h100", "window": window, "dtype": "bfloat16"}
+    plan = cuattn.explain("flex_attention", *shapes, mask_mod=ODD, **call)
+    want = cuattn.explain("attention", *shapes, backend="sm90", **call)
+    assert plan.packed_heads == want.packed_heads == heads[0] // heads[1]
+    assert (plan.num_splits, plan.workspace_bytes) == (want.num_splits, want.workspace_bytes)
 
 
 def test_a_functor_for_no_group_is_refused():

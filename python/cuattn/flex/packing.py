@@ -9,12 +9,14 @@ cuda/attention/sm90/functor.cuh (where a row asks for its token and head), emit.
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .trace import dtype_name
 
 TILE_ROWS = 128  # of sm90_functor_tile
+MOST_PACKED = 64  # heads, by cuattn_flex_add_functor
 MIN_BOX_ROWS = 16  # kMinPageRows of tiles.h
 
 
@@ -46,7 +48,9 @@ def queries_and_heads(arguments: dict[str, Any]) -> tuple[int, int]:
     shape = shape_of(arguments["q"])
     if arguments.get("cu_seqlens_q") is not None:
         most = arguments.get("max_seqlen_q")
-        return (most if isinstance(most, int) else 0), (shape[1] if len(shape) == 3 else 0)
+        if not isinstance(most, SupportsIndex) or getattr(most, "ndim", 0) != 0:
+            return 0, 0
+        return operator.index(most), (shape[1] if len(shape) == 3 else 0)
     if len(shape) != 4:
         return 0, 0
     is_heads_first = arguments.get("layout", "bshd") == "bhsd"
@@ -71,7 +75,7 @@ def packed_heads(arguments: dict[str, Any], found: dict[str, Any]) -> int:
     axes = {"row_begin": -2, "row_end": -2, "block_starts": 1}
     if any(found[name].shape[axis] > 1 for name, axis in axes.items() if name in found):
         return 1
-    if TILE_ROWS % group or filled(queries) >= 0.9 * filled(queries * group):
+    if group > MOST_PACKED or TILE_ROWS % group or filled(queries) >= 0.9 * filled(queries * group):
         return 1
     return group
 
@@ -105,7 +109,12 @@ def as_packed(given: dict[str, Any], packed: int, dtype: str) -> dict[str, Any]:
         front, heads = [front[0], front[1] // packed], heads * packed
     else:
         front, heads = [*front[:-1], front[-1] * packed], heads // packed
-    more = {"q": (dtype, *front, heads, dim), "sinks": None}
+    more: dict[str, Any] = {"q": (dtype, *front, heads, dim), "sinks": None}
+    left, right = given.get("window", (-1, -1))
+    if left >= 0:  # as many keys as the rows of a tile see, whose rows are fewer queries
+        right = 0 if given.get("causal") else right
+        behind = queries_and_heads(given)[0] if right < 0 else right + TILE_ROWS // packed
+        more["window"] = (max(left + behind - TILE_ROWS, 0), 0)
     if given.get("cu_seqlens_q") is not None:
         more["max_seqlen_q"] = given["max_seqlen_q"] * packed
     return {**given, **more}
