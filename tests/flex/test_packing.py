@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import made_up_gpus
 from cuattn.flex.packing import as_packed, packed_heads, reads_blocks
 
 ODD = lambda b, h, q, k: (q + k) % 3 != 1  # noqa: E731
@@ -109,6 +110,44 @@ def test_explain_counts_the_keys_of_a_window_once(batch, queries, heads, keys, w
     want = cuattn.explain("attention", *shapes, backend="sm90", **call)
     assert plan.packed_heads == want.packed_heads == heads[0] // heads[1]
     assert (plan.num_splits, plan.workspace_bytes) == (want.num_splits, want.workspace_bytes)
+
+
+@pytest.mark.parametrize("functions", [{}, {"mask_mod": ODD}], ids=["plain", "mask"])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_a_workspace_as_explain_says_holds_gathered_keys(layout, functions, rng):
+    shape = (40, 8, 2, 16) if layout == "nhd" else (40, 2, 8, 16)
+    q, k, v = (rng.standard_normal(s, np.float32) for s in ((20, 4, 16), shape, shape))
+    call = {
+        "block_tables": rng.permutation(40)[:20].reshape(2, 10).astype(np.int32),
+        "cu_seqlens_q": np.array([0, 10, 20], np.int32),
+        "seqused_k": np.array([70, 33], np.int32),
+        "max_seqlen_q": 10,
+        "max_seqlen_k": 80,
+        "kv_layout": layout,
+        **functions,
+    }
+    plan = cuattn.explain("flex_attention", q, k, v, **call)
+    assert "gathered" in plan.reason
+    workspace = np.empty(plan.workspace_bytes, np.uint8)
+    got = cuattn.flex_attention(q, k, v, workspace=workspace, **call)
+    np.testing.assert_array_equal(got, cuattn.flex_attention(q, k, v, **call))
+    with pytest.raises(MemoryError, match="workspace"):
+        cuattn.flex_attention(q, k, v, workspace=workspace[:-1], **call)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layout", "block", "want"),
+    [("A100", "nhd", 16, 1 << 25), ("H200", "nhd", 16, 256), ("H200", "nhd", 8, (1 << 25) + 256)],
+)
+def test_explain_counts_gathered_keys_on_a_gpu(gpu, layout, block, want):
+    shapes = (3200, 32, 128), *[(600, block, 8, 128)] * 2
+    tables = ("int32", 16, 512 // block)
+    call = {"cu_seqlens_q": ("int32", 17), "seqused_k": ("int32", 16), "block_tables": tables}
+    call |= {"max_seqlen_q": 200, "max_seqlen_k": 512, "kv_layout": layout, "mask_mod": ODD}
+    plan = cuattn.explain(
+        "flex_attention", *shapes, device=made_up_gpus.GPUS[gpu], dtype="bfloat16", **call
+    )
+    assert plan.workspace_bytes == want
 
 
 def test_a_functor_for_no_group_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ NAME = "flex_attention"
 CODES = ("float8_e4m3fn", "int8", "uint8")
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 GATHERED = "; keys are gathered from their blocks first"
+PIECE = 256  # bytes; whole_pieces of plan.h
 
 
 def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]) -> Plan:
@@ -97,8 +99,11 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
             words = words.replace(found.words, words_of_tiles(plan, *functions))
     else:
         plan = explain_rows(given, dtype, where)
-    if found.arrays and is_paged(options):
+    if is_paged(options) and (found.arrays or not on_cuda):
         words += "; keys are read in their blocks" if in_blocks else GATHERED
+        if not in_blocks:
+            more = gathered_bytes(gathered(given, dtype, keys))
+            plan = dataclasses.replace(plan, workspace_bytes=plan.workspace_bytes + more)
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
 
@@ -203,6 +208,12 @@ def gathered(given: dict[str, Any], dtype: str, capacity: int) -> dict[str, Any]
     given["q"] = (name, *tuple(getattr(given["q"], "shape", given["q"])))
     given["cu_seqlens_k"] = ("int32", batch + 1)
     return given
+
+
+def gathered_bytes(rows: dict[str, Any]) -> int:
+    """Return the bytes of gathered keys and values, in the pieces of a workspace."""
+    bytes_of = [math.prod(rows[n][1:]) * (4 if rows[n][0] == "float32" else 2) for n in "kv"]
+    return sum(-(-size // PIECE) * PIECE for size in bytes_of)
 
 
 def shapes_of_arrays(options: dict[str, Any]) -> dict[str, Any]:
