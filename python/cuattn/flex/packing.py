@@ -9,8 +9,9 @@ cuda/attention/sm90/functor.cuh (where a row asks for its token and head), emit.
 from __future__ import annotations
 
 import math
-import operator
-from typing import Any, SupportsIndex
+from typing import Any
+
+import numpy as np
 
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .trace import dtype_name
@@ -48,9 +49,9 @@ def queries_and_heads(arguments: dict[str, Any]) -> tuple[int, int]:
     shape = shape_of(arguments["q"])
     if arguments.get("cu_seqlens_q") is not None:
         most = arguments.get("max_seqlen_q")
-        if not isinstance(most, SupportsIndex) or getattr(most, "ndim", 0) != 0:
-            return 0, 0
-        return operator.index(most), (shape[1] if len(shape) == 3 else 0)
+        heads = shape[1] if len(shape) == 3 else 0
+        # Not a tensor, which would be read from its device.
+        return (int(most), heads) if isinstance(most, (int, np.integer)) else (0, heads)
     if len(shape) != 4:
         return 0, 0
     is_heads_first = arguments.get("layout", "bshd") == "bhsd"
