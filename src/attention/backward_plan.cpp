@@ -125,7 +125,7 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
 
 // Where the fused kernel of sm90 was measured ahead of two passes: with all three gradients, from so
 // many rows and keys on. It sums dq in any order, or in that of the keys.
-constexpr int32_t kLeastFused = 512;
+constexpr int32_t kLeastFused = 64;
 constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True gives it one";
 constexpr const char* kFusedScoresMerit =
