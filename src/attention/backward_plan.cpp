@@ -123,9 +123,6 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
   }
 }
 
-// Where the fused kernel of sm90 was measured ahead of two passes: with all three gradients, from so
-// many rows and keys on. It sums dq in any order, or in that of the keys.
-constexpr int32_t kLeastFused = 64;
 constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True gives it one";
 constexpr const char* kFusedScoresMerit =
@@ -145,10 +142,12 @@ constexpr const char* kFloatFunctorMerit =
 // names sm90 has an order whatever their number.
 constexpr int64_t kLeastOrdered = 256, kLeastOrderedCausal = 512, kLeastFree = 1024;
 constexpr int32_t kLeastFreeRows = 2048;
+constexpr int32_t kLeastOrderedRows = 160;  // of fewer each block waits for all before it
 
 bool takes_order(const BackwardParams& p, HeadDims d, SumOrder order, bool is_named) {
   const AttentionParams& f = p.forward;
   if (order == SumOrder::any || sm90_score_form(f) != ScoreForm::plain) return false;
+  if (f.seqlen_q < kLeastOrderedRows) return false;
   const int64_t keys = sm90_fused_tile(d, ScoreForm::ordered).n;
   const int64_t blocks = (f.seqlen_kv + keys - 1) / keys * f.batch * f.num_heads_kv;
   const bool is_full = mask_of(f) == MaskKind::none;
@@ -163,7 +162,28 @@ bool has_one_block(const AttentionParams& f, HeadDims d) {
   return f.seqlen_kv > 0 && f.seqlen_kv <= sm90_fused_tile(d, form).n && sm90_stores_dq(d, form);
 }
 
-bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order, bool in_order) {
+// Whether the fused kernel's fifth product, for which few blocks of keys may leave most of the chip
+// idle, costs no more than the first of two passes, three products by tiles of queries, 64 keys at a
+// time. Both are counted in products of 128 x 128 that a multiprocessor does one after another. Where
+// dq needs no sums the fused kernel saves a launch, too.
+bool fused_pays(const AttentionParams& f, HeadDims d, int32_t num_sms) {
+  constexpr int64_t kTile = 128, kLaunch = 4;
+  const int64_t row_tiles = (f.seqlen_q + kTile - 1) / kTile;
+  const int64_t key_tiles = (f.seqlen_kv + kTile - 1) / kTile;
+  const int64_t group = std::max(f.num_heads_q / std::max(f.num_heads_kv, 1), 1);
+  auto rounds = [&](int64_t tiles, int64_t heads) {
+    const int64_t blocks = tiles * heads * std::max(f.batch, 1);
+    return (blocks + num_sms - 1) / num_sms;
+  };
+  const int64_t fifth = rounds(key_tiles, f.num_heads_kv) * row_tiles * group;
+  const int64_t first = 3 * rounds(row_tiles, f.num_heads_q) * ((f.seqlen_kv + 63) / 64) / 2;
+  return fifth <= first + (has_one_block(f, d) ? kLaunch : 0);
+}
+
+// The fused kernel of sm90, for all three gradients. It stores dq, or sums it in any order or in
+// that of the keys.
+bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order, bool in_order,
+                 int32_t num_sms) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
   const bool is_short = has_one_block(f, d);
@@ -172,7 +192,8 @@ bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order, bool in_or
   if (order == SumOrder::of_problem && !in_order && !is_short) return false;
   return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !p.needs(kNeedDslopes) &&
          (p.need & kAll) == kAll &&
-         (is_short || (f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused));
+         (is_short || f.seqlen_kv > sm90_fused_tile(d, sm90_score_form(f)).n) &&
+         fused_pays(f, d, num_sms);
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -313,7 +334,7 @@ Plan select_backward(const char* function, const BackwardParams& p, SumOrder ord
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
     const bool in_order = takes_order(p, d, order, !is_auto(backend)) && !has_one_block(f, d);
-    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, order, in_order)) {
+    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, order, in_order, device.num_sms)) {
       plan.in_order = in_order;
       const bool is_plain = sm90_score_form(f) == ScoreForm::plain;
       plan.reason = has_one_block(f, d) ? kOneBlockMerit

@@ -39,7 +39,7 @@ double key_tiles_of(const AttentionRequest& r, const Alike& a, double tokens, in
 double cost_of(const AttentionRequest& r, Tile tile, ScoreKind score, int32_t num_sms) {
   const bool is_small = sm90_ctas_per_sm(tile) > 1, is_masked = r.mask != MaskKind::none;
   // The score options cost small tiles more; of large ones 128 rows with them take as long as 192.
-  const double step = !is_small ? 1.39 : score == ScoreKind::scored ? 0.36 : 0.303;
+  const double step = !is_small ? 1.39 : score == ScoreKind::scored ? 0.37 : 0.303;
   const double end = is_small ? (is_masked ? 1.2 : 1.7) : (is_masked ? 2.2 : 1.2);
   const int32_t packed = packed_heads_of(r, tile.m, score);
   double items = 0, work = 0;  // both of one multiprocessor

@@ -16,7 +16,8 @@ from backward_cases import NEED, BackwardCase, assert_case, judge, make_problem,
 from harness import bits, target_params
 from made_up_gpus import GPUS
 
-LENGTH = 512  # of queries and of keys, from which on it is taken
+LENGTH = 512  # of queries and of keys, of several blocks
+ORDERED_ROWS = 160  # from which on dq is summed in an order
 BASE = BackwardCase(
     dtype="bfloat16",
     batch=1,
@@ -52,7 +53,9 @@ def is_ordered(plan):
 
 
 TAKEN = {
-    "least": {},
+    "several blocks": {},
+    "two blocks": {"rows": 129, "keys": 129},
+    "a row": {"rows": 1},
     "causal": {"causal": True},
     "wide": {"dim": 128, "keys": 4096},
     "any order": {"deterministic": False, "dim": 120},
@@ -67,11 +70,10 @@ TAKEN = {
 }
 ORDERED = {"deterministic": True, "backend": "sm90"}  # by name: of few blocks as well
 LEFT = {
-    "few rows": {"rows": LENGTH - 1},
-    "few keys": {"keys": LENGTH - 1},
+    "one block, not stored": {"dim": 96, "keys": 128, "dropout_p": 0.1, "dropout_seed": 3},
     "deterministic, dropout": {**ORDERED, "dropout_p": 0.1, "dropout_seed": 3},
     "deterministic, softcap": {**ORDERED, "softcap": 30.0},
-    "deterministic, few rows": {**ORDERED, "rows": LENGTH - 1},
+    "deterministic, few rows": {**ORDERED, "rows": ORDERED_ROWS - 1},
     "deterministic, window": {**ORDERED, "window": (100, 0)},
     "batch_invariant": {"batch_invariant": True},
     "both": {**ORDERED, "batch_invariant": True},
@@ -92,7 +94,8 @@ def test_the_plan_takes_it(name):
     assert is_fused(explain(**TAKEN[name]))
 
 
-PLAIN = [name for name in TAKEN if not {"softcap", "ALiBi"} & {name} and "dropout" not in name]
+FEW = {"two blocks", "a row"}
+PLAIN = [name for name in TAKEN if name not in {"softcap", "ALiBi", *FEW} and "dropout" not in name]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -118,6 +121,22 @@ def test_two_passes_are_faster_than_an_order_of_few_blocks(options, is_taken):
     for dim in (64, 96, 128):
         plan = explain(**options, dim=dim, deterministic=True)
         assert is_ordered(plan) == is_fused(plan) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("options", "is_taken"),
+    [
+        ({"rows": 2048, "keys": 154, "heads": 20}, False),  # 40 blocks of keys, 320 tiles of rows
+        ({"rows": 2048, "keys": 154, "heads": 80}, True),
+        ({"rows": 1024, "keys": 200, "heads": 32}, True),
+        ({"rows": 4096, "keys": 77, "heads": 20}, False),
+        ({"rows": 4096, "keys": 77, "heads": 80}, True),
+        ({"rows": 33, "keys": 256, "heads": 256, "heads_kv": 64}, True),
+    ],
+)
+def test_two_passes_are_faster_where_few_blocks_have_all_keys(options, is_taken):
+    plan = explain(**{"heads_kv": options["heads"], **options})
+    assert is_fused(plan) == is_taken
 
 
 FREE = {"rows": 2048, "keys": 2048, "heads": 64, "heads_kv": 64}
@@ -159,6 +178,10 @@ CASES = {
     "full": {"causal": False},
     "causal": {},
     "tiles": {"causal": False, "seqlen_q": 512, "seqlen_kv": 512},
+    "few": {"seqlen_q": 135, "seqlen_kv": 150, "batch": 2},
+    "few rows": {"seqlen_q": 5, "seqlen_kv": 300, "batch": 3, "dlse": False},
+    "few keys": {"seqlen_q": 300, "seqlen_kv": 190, "causal": False},
+    "few ragged": {"layout": "ragged", "batch": 5, "seqlen_q": 170, "seqlen_kv": 170},
     "odd": {"seqlen_q": 517, "seqlen_kv": 1031, "batch": 2},
     "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
     "heads": {"num_heads_q": 6, "num_heads_kv": 2, "batch": 2, "dlse": False},
@@ -259,7 +282,7 @@ def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
 
 DSINKS = {
     "fused": {},
-    "two passes": {"seqlen_q": 135, "seqlen_kv": 150},
+    "few": {"seqlen_q": 135, "seqlen_kv": 150},
     "ragged": {"layout": "ragged", "batch": 4, "num_heads_q": 4},
     "used": {"seqused": "both", "batch": 3, "softcap": 4.0},
     "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="sm80", "sm90" and "simt" of the backward pass: two passes, against float64. sm80 and
-simt have every option; of sm90 test_option_gradients_backward.py has dbias and dslopes.
+simt have every option; of sm90 test_option_gradients_backward.py has dbias and dslopes. It takes
+two passes where the sums of a sequence must not depend on its batch.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ def served(backend, case):
     return dataclasses.replace(case, dtype=dtype)
 
 
+def two_passes(backend):
+    return {"batch_invariant": True} if backend == "sm90" else {}
+
+
 CASES = tuple(case_of(row) for row in cases.pairwise(FACTORS))
 
 
@@ -56,7 +61,9 @@ def test_every_two_options_together(device, backend, number, rng):
     if backend == "sm90":
         is_plain = not case.scored and (case.scale is None or case.scale > 0)
         dropout = case.dropout if is_plain else 0.0
-        assert_case(device, backend, dataclasses.replace(case, dropout=dropout), rng, need=NEED)
+        case = dataclasses.replace(case, dropout=dropout)
+        assert_case(device, backend, case, rng, need=NEED)
+        assert_case(device, backend, case, rng, need=NEED, **two_passes(backend))
         return
     no_dbias = case.kv_start and case.bias  # of keys after kv_start
     assert_case(device, backend, case, rng, without=("dbias",) if no_dbias else ())
@@ -128,14 +135,14 @@ def test_head_dims(device, backend, dim, dim_v, mask, dtype, rng):
         **{"head_dim": dim, "head_dim_v": dim_v, "seqlen_q": 135, "seqlen_kv": 150},
         **MASKS[mask],
     )
-    assert_case(device, backend, case, rng, need=NEED)
+    assert_case(device, backend, case, rng, need=NEED, **two_passes(backend))
 
 
 @pytest.mark.parametrize(("device", "backend", "dim"), targets(64, 192))
 @pytest.mark.parametrize("need", [("dq",), ("dk",), ("dv",), ("dq", "dv"), ("dk", "dv")])
 def test_what_is_not_needed_does_not_change_the_rest(device, backend, dim, need, rng):
     problem = make_problem(dataclasses.replace(BASE, head_dim=dim), rng)
-    full = run(device, backend, problem, NEED)
+    full = run(device, backend, problem, NEED, **two_passes(backend))
     for name, x in run(device, backend, problem, need).items():
         assert np.array_equal(bits(x), bits(full[name])), name
 
@@ -143,8 +150,9 @@ def test_what_is_not_needed_does_not_change_the_rest(device, backend, dim, need,
 @pytest.mark.parametrize(("device", "backend", "dim"), targets(40, 64, 256))
 def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
     problem = make_problem(dataclasses.replace(BASE, head_dim=dim), rng)
-    rounded = run(device, backend, problem, NEED)
-    unrounded = run(device, backend, problem, NEED, dkv_dtype=np.float32)
+    options = two_passes(backend)
+    rounded = run(device, backend, problem, NEED, **options)
+    unrounded = run(device, backend, problem, NEED, dkv_dtype=np.float32, **options)
     judge(problem, unrounded)
     for name in ("dk", "dv"):
         assert unrounded[name].dtype == np.float32
@@ -160,7 +168,7 @@ def test_dead_rows(device, backend, layout, sinks, rng):
         BASE, batch=3, layout=layout, seqlen_q=150, seqlen_kv=40, sinks=sinks
     )
     problem = make_problem(served(backend, case), rng)
-    found = run(device, backend, problem, NEED)
+    found = run(device, backend, problem, NEED, **two_passes(backend))
     judge(problem, found)
     dead = problem.arrays["lse"] == -np.inf
     assert sinks or dead.any()
@@ -180,20 +188,22 @@ def test_what_the_workspace_held(device, backend, rng):
     at = buffer.data_ptr() if hasattr(buffer, "data_ptr") else buffer.ctypes.data
     start = -at % 256
     workspace = device.view(buffer, np.uint8, start, (size,), (1,))
-    judge(problem, run(device, backend, problem, NEED, workspace=workspace))
+    options = two_passes(backend)
+    judge(problem, run(device, backend, problem, NEED, workspace=workspace, **options))
 
 
 @pytest.mark.parametrize(("device", "backend"), all_targets())
 def test_our_own_forward_pass(device, backend, rng):
     case = dataclasses.replace(BASE, own_forward=True, softcap=5.0, sinks=True)
-    assert_case(device, backend, served(backend, case), rng, need=NEED)
+    assert_case(device, backend, served(backend, case), rng, need=NEED, **two_passes(backend))
 
 
 @pytest.mark.parametrize(("device", "backend"), all_targets())
 def test_a_sequence_alone_and_in_a_batch(device, backend, rng):
     """The same bits in every call."""
     problem = make_problem(served(backend, dataclasses.replace(BASE, batch=3)), rng)
-    together = run(device, backend, problem, NEED)
+    options = two_passes(backend)
+    together = run(device, backend, problem, NEED, **options)
     for b in range(3):
         alone = dataclasses.replace(
             problem,
@@ -203,5 +213,5 @@ def test_a_sequence_alone_and_in_a_batch(device, backend, rng):
             ),
             arrays={n: x[b : b + 1] for n, x in problem.arrays.items()},
         )
-        for name, x in run(device, backend, alone, NEED).items():
+        for name, x in run(device, backend, alone, NEED, **options).items():
             assert np.array_equal(bits(x), bits(together[name][b : b + 1])), name
