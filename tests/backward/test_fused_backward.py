@@ -180,10 +180,10 @@ CASES = {
     "tiles": {"causal": False, "seqlen_q": 512, "seqlen_kv": 512},
     "few": {"seqlen_q": 135, "seqlen_kv": 150, "batch": 2},
     "few rows": {"seqlen_q": 5, "seqlen_kv": 300, "batch": 3, "dlse": False},
-    "few keys": {"seqlen_q": 300, "seqlen_kv": 190, "causal": False},
+    "few keys": {"seqlen_q": 300, "seqlen_kv": 190, "causal": False, "num_heads_kv": 2},
     "few ragged": {"layout": "ragged", "batch": 5, "seqlen_q": 170, "seqlen_kv": 170},
     "odd": {"seqlen_q": 517, "seqlen_kv": 1031, "batch": 2},
-    "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+    "dead rows": {"seqlen_q": 900, "seqlen_kv": 700},
     "heads": {"num_heads_q": 6, "num_heads_kv": 2, "batch": 2, "dlse": False},
     "ragged": {"layout": "ragged", "batch": 4},
     "ragged full": {"layout": "ragged", "batch": 3, "causal": False, "seqused": "k"},
@@ -200,14 +200,33 @@ CASES = {
     "softcap full": {"softcap": 2.0, "causal": False, "seqused": "both", "batch": 2},
     "softcap odd": {"softcap": 1.0, "seqlen_q": 517, "seqlen_kv": 1031, "num_heads_q": 4},
     "softcap, own forward": {"softcap": 10.0, "own_forward": True, "layout": "ragged", "batch": 3},
-    "ALiBi": {"alibi": "head", "num_heads_q": 4},
+    "ALiBi": {"alibi": "head", "num_heads_q": 4, "num_heads_kv": 2},
     "ALiBi full": {"alibi": "batch", "causal": False, "seqused": "both", "batch": 3},
-    "ALiBi dead rows": {"alibi": "head", "seqlen_q": 900, "seqlen_kv": 600, "sinks": True},
+    "ALiBi dead rows": {"alibi": "head", "seqlen_q": 900, "seqlen_kv": 700, "sinks": True},
     "dropout": {"dropout": 0.1, "num_heads_q": 6, "num_heads_kv": 2},
     "dropout full": {"dropout": 0.7, "causal": False, "seqused": "both", "batch": 2},
     "dropout ragged": {"dropout": 0.3, "layout": "ragged", "batch": 3, "sinks": True},
     "ALiBi, own forward": {"alibi": "head", "own_forward": True, "layout": "ragged", "batch": 3},
 }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cases_are_fused(name):
+    """What the tests below compute; bounds of ragged ones are up to two rows more."""
+    case = dataclasses.replace(BASE, **CASES[name])
+    heads = case.num_heads_q
+    options = {
+        "softcap": {"softcap": case.softcap},
+        "alibi": {"alibi_slopes": (heads,)} if case.alibi != "none" else {},
+        "dropout": {"dropout_p": case.dropout, "dropout_seed": 3} if case.dropout else {},
+    }
+    plan = explain(
+        **{"batch": case.batch, "rows": case.seqlen_q, "keys": case.seqlen_kv},
+        **{"heads": heads, "heads_kv": case.num_heads_kv, "causal": case.causal},
+        **{name: x for each in options.values() for name, x in each.items()},
+        backend="sm90",
+    )
+    assert is_fused(plan)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -285,7 +304,7 @@ DSINKS = {
     "few": {"seqlen_q": 135, "seqlen_kv": 150},
     "ragged": {"layout": "ragged", "batch": 4, "num_heads_q": 4},
     "used": {"seqused": "both", "batch": 3, "softcap": 4.0},
-    "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+    "dead rows": {"seqlen_q": 900, "seqlen_kv": 700},
     "dropout": {"dropout": 0.3},
 }
 
